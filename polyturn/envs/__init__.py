@@ -1,0 +1,1 @@
+"""Interactive environments; base.py holds the API that all of them follow."""

@@ -1,0 +1,168 @@
+"""The environment API: what an env may define, how its build function is called, how its answers become messages.
+
+An environment is a plain object with `step(response_text) -> (observation, done, info)`; optional are
+`tools` (function schemas shown in the prompt), `reset(seed=...) -> (observation, info)`,
+`format_observation(observation) -> Message | dict` and `close()`. Methods may be async. The loop owns the limits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Protocol, cast
+
+from PIL import Image
+
+from polyturn.types import ImageRecord, Json, Message, Problem, Role
+
+ToolSchema = Mapping[str, Json]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What polyturn's own environments answer with: text and pictures, shown in this order: pictures, text."""
+
+    text: str = ""
+    images: tuple[ImageRecord, ...] = ()
+    role: Role = "tool"
+
+
+class Env(Protocol):
+    """What the rollout loop calls; see the module docstring for the optional methods."""
+
+    def step(self, response_text: str) -> object:
+        """Take one reply; return (observation, done, info) or an awaitable of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class EnvContext:
+    """What a build function can ask for by argument name."""
+
+    problem: Problem
+    params: Mapping[str, object] = field(default_factory=dict)
+    max_turns: int = 1
+    seed: int = 0
+
+
+class SlimeSample:
+    """slime's view of a problem for `build_env(sample=, args=)`: label, prompt, metadata."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.label = problem.answer
+        self.prompt = [{"role": m.role, "content": m.text} for m in problem.messages]
+        self.metadata = dict(problem.metadata)
+        self.index = problem.id
+
+
+class SlimeArgs:
+    """slime's view of the run's arguments: max_turns and every key of env.params as an attribute."""
+
+    def __init__(self, context: EnvContext) -> None:
+        self.__dict__.update(context.params)
+        self.max_turns = context.max_turns
+
+
+def load_object(path: str, key: str) -> Callable[..., object]:
+    """Import "module:attr" named by params key `key`.
+
+    Raises:
+        ValueError: the module or the attribute does not exist or is not callable; the message names the key.
+    """
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{key}: module {error.name!r} of {path!r} cannot be imported; is it in plugins/ "
+                         "or installed?") from None
+    target = getattr(module, attribute, None)
+    if not callable(target):
+        raise ValueError(f"{key}: {module_name} has no callable {attribute!r}, got {path!r}")
+    return cast("Callable[..., object]", target)
+
+
+def build(builder: Callable[..., object], context: EnvContext) -> Env:
+    """Call a build function with the arguments it names: problem, params, max_turns, seed, or slime's sample, args.
+
+    Raises:
+        ValueError: it has a required argument of another name, or returns no env.
+    """
+    available: dict[str, object] = {
+        "problem": context.problem,
+        "params": context.params,
+        "max_turns": context.max_turns,
+        "seed": context.seed,
+        "sample": SlimeSample(context.problem),
+        "args": SlimeArgs(context),
+    }
+    wanted = inspect.signature(builder).parameters.values()
+    named = [p for p in wanted if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    unknown = [p.name for p in named if p.name not in available and p.default is p.empty]
+    if unknown:
+        raise ValueError(f"env.build: arguments {unknown} of {builder!r} are unknown; use {sorted(available)}")
+    env = builder(**{p.name: available[p.name] for p in named if p.name in available})
+    if not callable(getattr(env, "step", None)):
+        raise ValueError(f"env.build: {builder!r} returned {type(env).__name__}, which has no step()")
+    return cast("Env", env)
+
+
+def observation_message(env: Env, observation: object) -> Message:
+    """The chat message of an observation: by the env's format_observation if it has one, else by its type.
+
+    Understood are Observation, Message, str, slime's {"obs_str", "role", "multi_modal_data": {"image": [...]}}
+    and a chat message {"role", "content"} whose content is text or typed parts.
+
+    Raises:
+        ValueError: nothing of these.
+    """
+    formatter = getattr(env, "format_observation", None)
+    shown = formatter(observation) if callable(formatter) else observation
+    if isinstance(shown, Message):
+        return shown
+    if isinstance(shown, Observation):
+        return Message(shown.role, (*shown.images, *((shown.text,) if shown.text else ())))
+    if isinstance(shown, str):
+        return Message("tool", (shown,))
+    if isinstance(shown, Mapping):
+        return _from_mapping(cast("Mapping[str, object]", shown))
+    raise ValueError(f"an observation must be text, a Message or a mapping, got {type(shown).__name__}")
+
+
+def _from_mapping(shown: Mapping[str, object]) -> Message:
+    role = str(shown.get("role") or "user")
+    if role not in ("user", "tool"):
+        raise ValueError(f"an observation's role must be 'user' or 'tool', got {role!r}")
+    if "content" in shown:
+        content = shown["content"]
+        parts = [content] if isinstance(content, str) else list(cast("Sequence[object]", content))
+        return Message(role, tuple(_part(part) for part in parts))
+    media = cast("Mapping[str, Sequence[object]]", shown.get("multi_modal_data") or {})
+    pictures = tuple(image_record(picture) for picture in media.get("image", ()))
+    return Message(role, (*pictures, str(shown.get("obs_str", ""))))
+
+
+def _part(part: object) -> str | ImageRecord:
+    if isinstance(part, str | ImageRecord):
+        return part
+    typed = cast("Mapping[str, object]", part)
+    if typed.get("type") == "image":
+        return image_record(typed["image"])
+    return str(typed["text"])
+
+
+def image_record(picture: object) -> ImageRecord:
+    """A record of a picture that an environment made (PIL image or record); RGB, lossless PNG.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(picture, ImageRecord):
+        return picture
+    if not isinstance(picture, Image.Image):
+        raise ValueError(f"a picture must be a PIL image or an ImageRecord, got {type(picture).__name__}")
+    buffer = io.BytesIO()
+    picture.convert("RGB").save(buffer, format="PNG", compress_level=1)
+    return ImageRecord.from_png(buffer.getvalue(), picture.width, picture.height)

@@ -1,0 +1,237 @@
+"""The nouns of polyturn (DESIGN: problem, group, trajectory, turn, sample, batch); imports neither torch nor PIL.
+
+A *problem* is tried by a *group* of N sibling *trajectories*. A *turn* is one assistant reply plus the
+environment's observation. A trajectory becomes one *training sample*:
+
+    prompt P (image = 3 pads) | A0 (sampled, ends <|im_end|>) | O1 = "\\n" + message + header | A1 (sampled)
+    token_ids  p p i i i p    |  a a a e                      |  n o o o                      |  a a e
+    loss_mask  0 0 0 0 0 0    |  1 1 1 1                      |  0 0 0 0                      |  1 1 1
+    logprobs   0 0 0 0 0 0    |  l l l l                      |  0 0 0 0                      |  l l l
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class StopReason(enum.StrEnum):
+    """Why a trajectory ended."""
+
+    ENV_DONE = "env_done"
+    MAX_TURNS = "max_turns"
+    MAX_NEW_TOKENS = "max_new_tokens"
+    MAX_CONTEXT = "max_context"
+    ABORT = "abort"
+    ENV_ERROR = "env_error"
+    ENV_TIMEOUT = "env_timeout"
+    SAMPLER_ERROR = "sampler_error"
+    TOKEN_MISMATCH = "token_mismatch"
+
+    @property
+    def status(self) -> Status:
+        """The status that this reason leads to."""
+        return _STATUS_OF[self]
+
+
+class Status(enum.StrEnum):
+    """What a trajectory is worth: COMPLETED and TRUNCATED carry a reward, ABORTED and FAILED do not."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether a trajectory of this status is graded and counts in its group's baseline."""
+        return self in (Status.COMPLETED, Status.TRUNCATED)
+
+
+_STATUS_OF = {
+    StopReason.ENV_DONE: Status.COMPLETED,
+    StopReason.MAX_TURNS: Status.COMPLETED,
+    StopReason.MAX_NEW_TOKENS: Status.TRUNCATED,
+    StopReason.MAX_CONTEXT: Status.TRUNCATED,
+    StopReason.ABORT: Status.ABORTED,
+    StopReason.ENV_ERROR: Status.FAILED,
+    StopReason.ENV_TIMEOUT: Status.FAILED,
+    StopReason.SAMPLER_ERROR: Status.FAILED,
+    StopReason.TOKEN_MISMATCH: Status.FAILED,
+}
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """One picture as every part of polyturn sees it: upright, on white, RGB, PNG.
+
+    `sha256` is the hash of the PNG bytes; they are held in `data` or read from `path`.
+    Two records are equal when their hashes are.
+    """
+
+    sha256: str
+    width: int
+    height: int
+    path: Path | None = field(default=None, compare=False, repr=False)
+    data: bytes | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def from_png(cls, png: bytes, width: int, height: int) -> ImageRecord:
+        """Make a record that holds its own PNG bytes (an image that an environment drew)."""
+        return cls(hashlib.sha256(png).hexdigest(), width, height, data=png)
+
+    def read(self) -> bytes:
+        """The PNG bytes.
+
+        Raises:
+            ValueError: neither `data` nor `path` is set.
+        """
+        if self.data is not None:
+            return self.data
+        if self.path is None:
+            raise ValueError(f"image {self.sha256} has neither data nor path")
+        return self.path.read_bytes()
+
+
+@dataclass(frozen=True)
+class Message:
+    """One chat message; `content` holds text and pictures in the order in which they are shown."""
+
+    role: Role
+    content: tuple[str | ImageRecord, ...]
+
+    @property
+    def images(self) -> tuple[ImageRecord, ...]:
+        """The pictures of the message, in order."""
+        return tuple(part for part in self.content if isinstance(part, ImageRecord))
+
+    @property
+    def text(self) -> str:
+        """The text of the message without its pictures."""
+        return "".join(part for part in self.content if isinstance(part, str))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row of a dataset: prompt messages (with pictures), reference answer, and whatever else the row says."""
+
+    id: str
+    split: str
+    messages: tuple[Message, ...]
+    answer: str
+    metadata: Mapping[str, Json] = field(default_factory=dict)
+
+    @property
+    def images(self) -> tuple[ImageRecord, ...]:
+        """All pictures of the prompt, in order."""
+        return tuple(image for message in self.messages for image in message.images)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One assistant reply plus the environment's observation.
+
+    `reply_ids` are the engine's ids, verbatim; `reply_logprobs` has the same length. `observation` is None
+    when the trajectory ended with this reply; `info` is what the environment's step returned (JSON).
+    """
+
+    reply_ids: tuple[int, ...]
+    reply_logprobs: tuple[float, ...]
+    reply_text: str
+    observation: Message | None
+    info: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One finished try at a problem, with everything that training and reading it need.
+
+    `token_ids`, `loss_mask` and `logprobs` are the stream that is trained on (image pads expanded), all of
+    length T; `images` are all pictures in the order of their pads. `reward` is None unless status is rewarded.
+    """
+
+    problem: Problem
+    group_index: int
+    sibling: int
+    turns: tuple[Turn, ...]
+    token_ids: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.int8]
+    logprobs: npt.NDArray[np.float32]
+    images: tuple[ImageRecord, ...]
+    stop_reason: StopReason
+    policy_version: int
+    error: str | None = None
+    reward: float | None = None
+    reward_terms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Status:
+        """The status that `stop_reason` leads to."""
+        return self.stop_reason.status
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the policy sampled, over all turns."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True)
+class Group:
+    """The sibling trajectories of one problem; rewards are compared only inside a group."""
+
+    index: int
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """What the learner sees of one trajectory; torch-free, pictures by record, all arrays of length T.
+
+    `logprobs` are the sampler's at the sampling temperature (0 where loss_mask is 0).
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.int8]
+    logprobs: npt.NDArray[np.float32]
+    images: tuple[ImageRecord, ...]
+    advantage: float = 0.0
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.token_ids), len(self.loss_mask), len(self.logprobs))
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"sample arrays differ in length: token_ids {lengths[0]}, loss_mask {lengths[1]}, "
+                f"logprobs {lengths[2]}"
+            )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One padded micro-batch (B rows, T tokens); the only noun that holds tensors.
+
+    token_ids [B, T] int64, right padded; loss_mask [B, T] bool; logprobs, advantages [B, T] float32;
+    position_ids [3, B, T] int64 (M-RoPE: temporal, height, width); images: the distinct pictures;
+    image_rows: for each picture slot in reading order over rows, its index into `images`.
+    """
+
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    position_ids: torch.Tensor
+    images: tuple[ImageRecord, ...]
+    image_rows: tuple[int, ...]
