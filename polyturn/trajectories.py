@@ -149,7 +149,8 @@ def read_records(path: Path) -> list[TrajectoryEntry]:
     number = 0
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
+            for line in lines:
+                number += 1
                 records.append(_checked(json.loads(line)))
     except (OSError, EOFError, ValueError) as error:
         raise TrajectoryFileError(

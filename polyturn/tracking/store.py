@@ -1,0 +1,211 @@
+"""Where metrics go: tracking addresses, checked before work starts, and the connection to them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+from urllib.parse import unquote, urlsplit
+
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request
+from requests import Response
+
+from polyturn.params import TrackingParams
+from polyturn.tracking import relocate, s3
+
+LOGGER = logging.getLogger(__name__)
+
+URI_VARIABLE = "POLYTURN_TRACKING_URI"
+ARTIFACTS_VARIABLE = "POLYTURN_ARTIFACT_LOCATION"
+
+_SQLITE = "sqlite:///"
+
+
+class TrackingError(ValueError):
+    """MLflow cannot be used as configured; the message names the key, the value and the fix."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Absolute tracking and artifact addresses; `artifacts` is None where the server decides."""
+
+    uri: str
+    artifacts: str | None
+
+    @property
+    def database(self) -> Path | None:
+        """The SQLite file, if the store is one."""
+        return Path(self.uri.removeprefix(_SQLITE)) if self.uri.startswith(_SQLITE) else None
+
+
+@dataclass(frozen=True)
+class Store:
+    """A connected tracking store and the experiment that runs go to."""
+
+    client: MlflowClient
+    addresses: Addresses
+    experiment_id: str
+
+
+def main_checkout(root: Path) -> Path:
+    """The checkout that `root` is a linked worktree of; `root` itself when it is none or no git repository."""
+    command = ["git", "rev-parse", "--path-format=absolute", "--git-common-dir"]
+    try:
+        found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return root.resolve()
+    common = Path(found.stdout.strip())
+    return common.parent if common.name == ".git" else root.resolve()
+
+
+def resolve(tracking: TrackingParams, root: Path) -> Addresses:
+    """Make the addresses absolute.
+
+    Relative SQLite and artifact paths are taken from the main checkout, so that all worktrees share one store.
+    POLYTURN_TRACKING_URI and POLYTURN_ARTIFACT_LOCATION go before params.yaml.
+
+    Raises:
+        TrackingError: tracking.uri is neither sqlite:/// nor http(s)://.
+    """
+    uri = os.environ.get(URI_VARIABLE) or tracking.uri
+    location = os.environ.get(ARTIFACTS_VARIABLE) or tracking.artifact_location
+    base = main_checkout(root)
+    if uri.startswith(_SQLITE):
+        database = base / uri.removeprefix(_SQLITE)
+        uri = f"{_SQLITE}{database}"
+        location = location or (database.parent / "mlartifacts").as_uri()
+    elif urlsplit(uri).scheme not in ("http", "https"):
+        raise TrackingError(
+            f"tracking.uri must be sqlite:///PATH or http(s)://HOST:PORT, got {uri!r}"
+        )
+    if location and not urlsplit(location).scheme:
+        location = (base / location).as_uri()
+    return Addresses(uri.rstrip("/"), location)
+
+
+def connect(tracking: TrackingParams, root: Path) -> Store:
+    """Reach the store, and get or make the experiment.
+
+    A fresh SQLite file is initialised under a file lock, so that several processes may start at once.
+
+    Raises:
+        TrackingError: the server or the artifact store does not answer within tracking.timeout_s, refuses,
+            or the database cannot be used.
+    """
+    addresses = resolve(tracking, root)
+    if addresses.database is None:
+        _check_server(addresses.uri, tracking.timeout_s)
+    if addresses.artifacts and addresses.artifacts.startswith("s3://"):
+        try:
+            s3.check(addresses.artifacts, tracking.timeout_s)
+        except s3.S3Error as error:
+            raise TrackingError(f"tracking.artifact_location {error}") from None
+    with _initialisation_lock(addresses):
+        return _open(addresses, tracking.experiment)
+
+
+def _open(addresses: Addresses, experiment: str) -> Store:
+    try:
+        client = MlflowClient(tracking_uri=addresses.uri, registry_uri=addresses.uri)
+        found = client.get_experiment_by_name(experiment)
+        if found is None:
+            _make_directory(addresses.artifacts)
+            experiment_id = client.create_experiment(experiment, addresses.artifacts)
+        else:
+            experiment_id = str(found.experiment_id)
+            _follow_a_move(addresses, str(found.artifact_location))
+    except (MlflowException, OSError) as error:
+        raise TrackingError(
+            f"tracking.uri {addresses.uri!r} cannot be used ({_first_line(error)}); "
+            "check the address, or set tracking.uri: sqlite:///mlflow.db"
+        ) from None
+    return Store(client, addresses, experiment_id)
+
+
+def _follow_a_move(addresses: Addresses, stored: str) -> None:
+    """MLflow stores absolute artifact paths: when the project was moved, put the new one in their place."""
+    if addresses.database is None or addresses.artifacts in (None, stored):
+        return
+    old, new = local_path(stored), local_path(addresses.artifacts or "")
+    if old and new and new.is_dir() and not old.exists():
+        LOGGER.warning("artifacts moved from %s to %s: updating %s", old, new, addresses.database)
+        relocate.relocate(addresses.database, stored, new.as_uri())
+    else:
+        LOGGER.warning(
+            "tracking.artifact_location %s is ignored: the experiment stores at %s; "
+            "name another tracking.experiment to change it",
+            addresses.artifacts,
+            stored,
+        )
+
+
+def local_path(uri: str) -> Path | None:
+    """The path of a file: URI or of a plain path; None for anything else."""
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path))
+    return Path(uri) if not parts.scheme and uri else None
+
+
+def _make_directory(uri: str | None) -> None:
+    directory = local_path(uri) if uri else None
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _initialisation_lock(addresses: Addresses) -> Iterator[None]:
+    database = addresses.database
+    if database is None:
+        yield
+        return
+    try:
+        database.parent.mkdir(parents=True, exist_ok=True)
+        lock = database.with_name(f"{database.name}.lock").open("a")
+    except OSError as error:
+        raise TrackingError(
+            f"tracking.uri {addresses.uri!r} cannot be written ({error}); name a writable path"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _check_server(uri: str, timeout_s: float) -> None:
+    # Not /health: it answers 200 also where the host check or authentication would refuse every call.
+    endpoint = "/api/2.0/mlflow/experiments/search"
+    try:
+        answer = http_request(
+            get_default_host_creds(uri),
+            endpoint,
+            "POST",
+            max_retries=0,
+            timeout=timeout_s,
+            raise_on_status=False,
+            json={"max_results": 1},
+        )
+    except MlflowException as error:
+        raise TrackingError(
+            f"tracking.uri {uri!r} does not answer within tracking.timeout_s {timeout_s:g} "
+            f"({_first_line(error)}); start the server, or set tracking.uri: sqlite:///mlflow.db"
+        ) from None
+    response = cast("Response", answer)  # http_request is not annotated
+    if response.status_code != 200:
+        raise TrackingError(
+            f"tracking.uri {uri!r} answers {response.status_code} {response.reason} "
+            f"({response.text[:120].strip()!r}); check the address, MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD, and the server's --allowed-hosts"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
