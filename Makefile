@@ -1,0 +1,67 @@
+# polyturn: `make demo` shows the whole pipeline, `make test` runs the tests; both set up .venv first.
+# Needed: Linux, python3.11 or newer, pip, git, make.
+PYTHON ?= python3.11
+VENV ?= .venv
+# Where pip looks for a CPU build of torch, if its own configuration has none (README).
+TORCH_INDEX ?=
+# A file of recipes/ without its ending, and overrides: make demo RECIPE=tiny SET="train.steps=3 seed=1"
+RECIPE ?=
+SET ?=
+# Directory of Geometry3K for geo3k-smoke.
+DATA ?=
+
+BIN := $(abspath $(VENV))/bin
+READY := $(VENV)/.ready
+FLOW := $(BIN)/python -m flows.pipeline
+FLOW_ARGS = $(if $(RECIPE),--recipe $(RECIPE)) $(foreach pair,$(SET),--set '$(pair)')
+export PATH := $(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full check format deps geo3k-smoke services services-stop clean
+
+help: ## this list
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+$(READY): pyproject.toml docker/constraints-cpu.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  --constraint docker/constraints-cpu.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(READY) ## make .venv (done by the other targets too)
+
+demo: $(READY) ## the whole pipeline on this machine (RECIPE=tiny: under a minute; SET="key=value ...")
+	@$(FLOW) $(FLOW_ARGS)
+
+test: $(READY) ## unit, contract and end-to-end tests
+	@$(BIN)/python -m pytest -q
+
+test-full: $(READY) ## demo-size checks: three seeds, byte-identical reruns (an hour)
+	@$(BIN)/python scripts/check_reproducible.py
+
+check: $(READY) ## lint, format, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(READY) ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+deps: $(READY) ## rewrite the code deps of dvc.yaml from the imports
+	@$(BIN)/python scripts/sync_dvc_deps.py
+
+geo3k-smoke: $(READY) ## the same pipeline on real Geometry3K, a few steps, in a worktree of its own (DATA=directory)
+	@test -n '$(DATA)' || { echo "geo3k-smoke needs DATA=DIRECTORY with problems.jsonl and images/"; exit 2; }
+	@$(BIN)/python scripts/geo3k_smoke.py '$(DATA)'
+
+services: $(READY) ## Prefect server and worker in the background, deployments registered
+	@$(BIN)/python scripts/services.py start
+
+services-stop: $(READY) ## end them
+	@$(BIN)/python scripts/services.py stop
+
+clean: ## remove outputs, caches and runs of this checkout (not .venv)
+	rm -rf artifacts runs .polyturn .dvc/cache .dvc/tmp

@@ -1,0 +1,28 @@
+"""The process environment under which every command of the project runs; the one place where it is set."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Telemetry off, one thread per process (the demo's matrices are too small for two; torch follows learner.num_threads).
+SETTINGS = {
+    "DO_NOT_TRACK": "1",
+    "DVC_NO_ANALYTICS": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "OMP_NUM_THREADS": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def apply(root: Path | None = None) -> None:
+    """Set the environment of this process and its children; `root`, a checkout, also gets Prefect's home.
+
+    PREFECT_HOME of the caller is kept: it is an address, which a team may share.
+    """
+    os.environ.update(SETTINGS)
+    if root is not None:
+        os.environ.setdefault("PREFECT_HOME", str(root.resolve() / ".prefect"))

@@ -1,0 +1,164 @@
+"""What every stage runs inside: params, lease, MLflow run, inputs watched, errors as one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from polyturn import layout, lease, params, processes, tracking
+from polyturn.params import Params
+from tasks import failure, inputs
+
+logger = logging.getLogger(__name__)
+
+PARENT_RUN = "POLYTURN_PARENT_RUN_ID"  # MLflow run of the flow that started this stage
+SUPERVISOR = "POLYTURN_SUPERVISOR"  # the flow's process: a stage does not outlive it
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """What a stage's body gets; `work_dir` is untracked, kept between runs, and exclusive while the stage runs."""
+
+    name: str
+    params: Params
+    run: tracking.Run
+    work_dir: Path
+
+
+Body = Callable[[StageContext], None]
+
+
+def run_stage(name: str, body: Body) -> NoReturn:
+    """Run the body of stage `name` in the current checkout and exit.
+
+    Exit codes: 0; 2 for what the user has to mend (not worth a retry); 1 for any other failure;
+    143 or 130 when ended by SIGTERM or SIGINT. The outcome also goes to `status_file(name)`.
+    """
+    _log_to(layout.STATE / "logs" / f"{name}.log")
+    outcome = failure.Outcome(0, "")
+    try:
+        with _signals_end_it():
+            _run(name, body)
+    except (
+        BaseException
+    ) as error:  # the boundary: whatever happened becomes a line and an exit code
+        outcome = failure.explain(error)
+        logger.debug("stage %s", name, exc_info=True)
+        for line in outcome.message.splitlines():
+            logger.error("error: stage %s: %s", name, line)
+    write_json(status_file(name), {"exit_code": outcome.exit_code, "message": outcome.message})
+    sys.stdout.flush()
+    raise SystemExit(outcome.exit_code)
+
+
+def status_file(name: str) -> Path:
+    """Where a stage leaves its exit code and message; dvc hides both from its caller."""
+    return layout.STATE / "status" / f"{name}.json"
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write JSON atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def _run(name: str, body: Body) -> None:
+    parent = _watch_parents(name)
+    work_dir = layout.STATE / "work" / name
+    with lease.hold(work_dir.with_suffix(".lock"), what=f"stage {name}", parent=parent):
+        before = inputs.read(name)
+        loaded = params.load(layout.PARAMS)
+        _check_disk(loaded.doctor.min_free_gb)
+        work_dir.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        with tracking.open_run(
+            loaded.tracking,
+            root=Path.cwd(),
+            name=name,
+            stage=name,
+            parent_run_id=os.environ.get(PARENT_RUN),
+        ) as run:
+            body(StageContext(name, loaded, run, work_dir))
+            inputs.check_unchanged(before, inputs.read(name, known=before))
+        seconds = time.monotonic() - started
+        _record_time(name, run_id=run.run_id, seconds=seconds)
+        logger.info("stage %s done in %.1f s", name, seconds)
+
+
+def _watch_parents(name: str) -> processes.Process | None:
+    """Die with the dvc that runs the stage and the flow that runs dvc; return the former."""
+    parent = processes.dvc_parent(name)
+    if parent:
+        processes.die_with(parent, name="dvc")
+    if supervisor := os.environ.get(SUPERVISOR):
+        processes.die_with(processes.parse(supervisor), name="the flow")
+    return parent
+
+
+def _check_disk(min_free_gb: float) -> None:
+    free_gb = shutil.disk_usage(".").free / 1e9
+    if free_gb < min_free_gb:
+        raise ValueError(
+            f"doctor.min_free_gb: {min_free_gb:g} GB must be free on the disk of {Path.cwd()}, "
+            f"{free_gb:.2f} GB are; free some space or lower the key"
+        )
+
+
+def _record_time(name: str, *, run_id: str, seconds: float) -> None:
+    record = {
+        "stage": name,
+        "seconds": round(seconds, 2),
+        "run_id": run_id,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    with (layout.STATE / "timings.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+@contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """Turn SIGTERM into an exception, so that files and the MLflow run are left in order."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: the way out must not be cut short
+        raise failure.Terminated
+
+    old = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Writes a line to stderr without tearing a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+        sys.stderr.flush()
+
+
+def _log_to(path: Path) -> None:
+    """Send INFO to the console and everything of polyturn, with tracebacks, to `path` (of the last run only)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    console = _ConsoleHandler(logging.INFO)
+    file = logging.FileHandler(path, mode="w")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[console, file], force=True)
+    for package in ("polyturn", "tasks", "plugins"):
+        logging.getLogger(package).setLevel(logging.DEBUG)
