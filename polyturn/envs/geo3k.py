@@ -1,0 +1,130 @@
+r"""Geometry3K with a scoring tool: the policy may have an answer checked before it boxes it (slime's task).
+
+Both tool names of slime are accepted. With `oracle: false` in env.params (or evaluate.env_params) the feedback says
+only whether the answer can be read, so that an evaluation leaks nothing. The loop owns the turn limit; the env only
+says when one reply is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from polyturn.envs.base import Observation, ToolSchema
+from polyturn.envs.demonstration import Demonstration, Say
+from polyturn.envs.tools import ToolCall, ToolCallError, parse_tool_calls
+from polyturn.reward import grade, is_gradable
+from polyturn.types import Json, Problem
+
+TOOL_NAMES = ("calc_score", "calc_geo3k_reward")
+LAST_CHANCE = "You have one reply left: write your final answer as Answer: \\boxed{ANSWER}."
+
+_RIGHT = "The answer {answer} is correct (score 1). Now write your final answer as Answer: \\boxed{{ANSWER}}."
+_WRONG = "The answer {answer} is wrong (score 0). Look at the figure again and reason differently."
+_READABLE = (
+    "The answer {answer} is well formed. When you are sure, write it as Answer: \\boxed{{ANSWER}}."
+)
+_UNREADABLE = (
+    "The answer {answer} is no value. Give a number or an expression such as 3\\sqrt{{2}}."
+)
+_MAX_SHOWN = 200  # characters of an answer that the feedback repeats
+
+
+def _schema(name: str) -> ToolSchema:
+    answer = {"type": "string", "description": "Your answer: a number or an expression in LaTeX."}
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Check an answer to the problem before you give your final answer.",
+            "parameters": {
+                "type": "object",
+                "properties": {"answer": answer},
+                "required": ["answer"],
+            },
+        },
+    }
+
+
+class Geo3kEnv:
+    """The scoring tool of one problem."""
+
+    tools: tuple[ToolSchema, ...] = (_schema(TOOL_NAMES[0]),)
+
+    def __init__(self, answer: str, *, oracle: bool, max_turns: int) -> None:
+        self._answer = answer
+        self._oracle = oracle
+        self._max_turns = max_turns
+        self._num_turns = 0
+
+    def step(self, response_text: str) -> tuple[Observation, bool, dict[str, Json]]:
+        """Answer the last tool call of a reply; a reply without one is final.
+
+        Returns:
+            The feedback, whether the reply was final, and info: num_tool_calls, tool_error (bool) and, where an
+            answer was scored with the oracle, score (0 or 1).
+        """
+        self._num_turns += 1
+        calls = parse_tool_calls(response_text)
+        info: dict[str, Json] = {"num_tool_calls": len(calls), "tool_error": False}
+        if not calls:
+            return Observation(), True, info
+        answer = _answer_of(calls[-1])
+        if isinstance(answer, ToolCallError):
+            info["tool_error"] = True
+            text = answer.message
+        else:
+            text, score = self._feedback(answer)
+            info.update({} if score is None else {"score": score})
+        if self._max_turns - self._num_turns == 1:
+            text = f"{text} {LAST_CHANCE}"
+        return Observation(text, role="tool"), False, info
+
+    def _feedback(self, answer: str) -> tuple[str, float | None]:
+        shown = answer if len(answer) <= _MAX_SHOWN else f"{answer[:_MAX_SHOWN]}..."
+        if not is_gradable(answer):
+            return _UNREADABLE.format(answer=shown), 0.0 if self._oracle else None
+        if not self._oracle:
+            return _READABLE.format(answer=shown), None
+        verdict = grade(answer, self._answer)
+        return (_RIGHT if verdict.match else _WRONG).format(answer=shown), float(verdict.match)
+
+
+def _answer_of(call: ToolCall | ToolCallError) -> str | ToolCallError:
+    if isinstance(call, ToolCallError):
+        return call
+    if call.name not in TOOL_NAMES:
+        return ToolCallError(f"there is no function {call.name[:40]!r}, only {TOOL_NAMES[0]!r}")
+    answer = call.arguments.get("answer")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return repr(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        return ToolCallError('"arguments" must hold "answer" as a string')
+    return answer.strip()
+
+
+def build_env(problem: Problem, params: Mapping[str, object], max_turns: int) -> Geo3kEnv:
+    """Make the env of a problem; `params` holds `oracle` (default true: the feedback tells right from wrong).
+
+    Raises:
+        ValueError: another key, or a value that is no bool.
+    """
+    unknown = sorted(set(params) - {"oracle"})
+    if unknown:
+        raise ValueError(f"env.params: {unknown} are unknown to geo3k; it takes oracle")
+    oracle = params.get("oracle", True)
+    if not isinstance(oracle, bool):
+        raise ValueError(f"env.params.oracle must be true or false, got {oracle!r}")
+    return Geo3kEnv(problem.answer, oracle=oracle, max_turns=max_turns)
+
+
+def demonstrations(kind: str, problem: Problem, rng: random.Random) -> Demonstration:
+    r"""The prompt and `Answer: \boxed{ANSWER}`, for supervised training on labels alone.
+
+    Raises:
+        ValueError: `kind` is not "answer".
+    """
+    del rng
+    if kind != "answer":
+        raise ValueError(f"warmstart.phases: geo3k has the kind 'answer', got {kind!r}")
+    return Demonstration(problem.messages, (Say(f"Answer: \\boxed{{{problem.answer}}}"),), kind)

@@ -1,0 +1,127 @@
+r"""Tool calls in a reply: Hermes/Qwen `<tool_call>{...}</tool_call>` as models really write it.
+
+Rules, each pinned by a test:
+- a call inside `<think>...</think>` is no call; a tag inside a JSON string is text;
+- complete JSON counts although the closing tag is cut off; incomplete JSON is an error;
+- a backslash that starts a LaTeX command, or no JSON escape, is kept as written (`\frac` stays `\frac`);
+- raw newlines and tabs in strings, trailing commas, a code fence and text after the object are accepted;
+- bare quotes inside a string are an error, never a guess; JSON without tags is no call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from polyturn.envs.lenient_json import MalformedJsonError, read_object
+from polyturn.types import Json
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_TAG = re.compile(r"<think>|</think>|<tool_call>")
+_START = re.compile(r"\s*(?:```(?:json)?\s*)?")
+_EXAMPLE = '<tool_call>{"name": "NAME", "arguments": {"KEY": "VALUE"}}</tool_call>'
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One well-formed call; `arguments` is its JSON object."""
+
+    name: str
+    arguments: Mapping[str, Json]
+
+
+@dataclass(frozen=True)
+class ToolCallError:
+    """A `<tool_call>` that is no call; `reason` says why in words for the model."""
+
+    reason: str
+
+    @property
+    def message(self) -> str:
+        """The observation that tells the model what to write."""
+        return f"The tool call could not be read: {self.reason}. Write it like this: {_EXAMPLE}"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply taken apart: its calls in order, and its text outside of calls and `<think>` blocks.
+
+    `is_thinking` tells that a `<think>` block is still open at the end.
+    """
+
+    calls: tuple[ToolCall | ToolCallError, ...]
+    text: str
+    is_thinking: bool = False
+
+
+def parse_tool_calls(text: str) -> list[ToolCall | ToolCallError]:
+    """All calls of a reply, in order; an environment takes the last. Never raises."""
+    return list(read_reply(text).calls)
+
+
+def read_reply(text: str) -> Reply:
+    """Take a reply apart; a `</think>` without a start (it stands in the prompt) ends a block from the start on."""
+    calls: list[ToolCall | ToolCallError] = []
+    kept: list[str] = []
+    position = 0
+    while tag := _TAG.search(text, position):
+        kept.append(text[position : tag.start()])
+        if tag.group() == _OPEN:
+            call, position = _read_call(text, tag.end())
+            calls.append(call)
+        elif tag.group() == "</think>":
+            calls, kept, position = [], [], tag.end()
+        else:
+            close = text.find("</think>", tag.end())
+            if close < 0:
+                return Reply(tuple(calls), "".join(kept), is_thinking=True)
+            position = close + len("</think>")
+    kept.append(text[position:])
+    return Reply(tuple(calls), "".join(kept))
+
+
+def _read_call(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
+    """The call whose payload starts at `start`, and the position after it."""
+    payload = _START.match(text, start)
+    begin = payload.end() if payload else start
+    try:
+        value, end = read_object(text, begin)
+        call = _as_call(value)
+    except MalformedJsonError as error:
+        return ToolCallError(str(error)), _end_of_block(text, start)
+    return call, _end_of_block(text, end)
+
+
+def _end_of_block(text: str, position: int) -> int:
+    """After the closing tag; where it is missing, the next opening tag or the end of the text."""
+    again = text.find(_OPEN, position)
+    limit = again if again >= 0 else len(text)
+    close = text.find(_CLOSE, position, limit)
+    return close + len(_CLOSE) if close >= 0 else limit
+
+
+def _as_call(value: Mapping[str, Json]) -> ToolCall | ToolCallError:
+    if "function" in value:
+        inner = value["function"]
+        if not isinstance(inner, Mapping):
+            return ToolCallError('"function" must be an object with "name" and "arguments"')
+        value = inner
+    name, arguments = value.get("name"), value.get("arguments")
+    if not isinstance(name, str) or not name.strip():
+        return ToolCallError('"name" must be the name of a function')
+    if isinstance(arguments, str):
+        arguments = _decoded(arguments)
+    if not isinstance(arguments, Mapping):
+        return ToolCallError('"arguments" must be an object')
+    return ToolCall(name.strip(), arguments)
+
+
+def _decoded(arguments: str) -> Mapping[str, Json] | None:
+    """Arguments that arrived as a JSON string; None where they hold no object."""
+    stripped = arguments.strip()
+    try:
+        value, end = read_object(stripped, 0)
+    except MalformedJsonError:
+        return None
+    return value if end == len(stripped) else None

@@ -1,0 +1,1 @@
+"""How an answer is found in a reply and compared with a reference; polyturn/reward.py holds the public names."""

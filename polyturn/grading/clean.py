@@ -1,0 +1,144 @@
+r"""Notation to plain form: LaTeX and Unicode spellings of one thing become one spelling."""
+
+from __future__ import annotations
+
+import re
+
+MAX_CHARACTERS = 2_000  # of one answer; real ones have fewer than 300
+
+_UNICODE = {
+    **dict.fromkeys("−–—‐‑﹣－", "-"),
+    **dict.fromkeys("×·⋅∙✕•∗", "*"),
+    **dict.fromkeys("÷∕⁄／", "/"),
+    **dict.fromkeys("ºᵒ˚", "°"),
+    **dict.fromkeys("\u00a0\u2002\u2003\u2005\u2009\u200a\u202f\u3000\t\n\r", " "),
+    **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
+    **{full: chr(ord(full) - 0xFEE0) for full in "０１２３４５６７８９（），．＋＝％［］｛｝"},
+    **{script: f"^{digit}" for digit, script in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    **{script: f"_{digit}" for digit, script in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+    "π": "\\pi ",
+    "𝜋": "\\pi ",
+    "∞": "\\infty ",
+    "√": "\\sqrt ",
+    "∛": "\\sqrt[3]",
+    "∠": "\\angle ",
+    "△": "\\triangle ",
+    "±": "\\pm ",
+    "≈": "\\approx ",
+    "≤": "\\leq ",
+    "≥": "\\geq ",
+    "≠": "\\neq ",
+    "∪": "\\cup ",
+    "∈": "\\in ",
+    "½": "\\frac{1}{2}",
+    "⅓": "\\frac{1}{3}",
+    "⅔": "\\frac{2}{3}",
+    "¼": "\\frac{1}{4}",
+    "¾": "\\frac{3}{4}",
+    "⅕": "\\frac{1}{5}",
+    "⅙": "\\frac{1}{6}",
+    "⅛": "\\frac{1}{8}",
+}
+_TRANSLATION = str.maketrans(_UNICODE)
+
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|bm|boldsymbol)"
+    r"\s*\{([^{}]*)\}"
+)
+_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\\\(?=[A-Za-z])", r"\\"),  # a doubled backslash before a command
+        (r"\\!", ""),
+        (r"\{,\}", ","),
+        (
+            r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|rm|bf|it)(?![A-Za-z])\.?",
+            "",
+        ),
+        (r"\\(?:[,;: >]|q?quad(?![A-Za-z])|hspace\{[^{}]*\})|(?<!\\)~", " "),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
+        (r"\\(?:cdot|times|ast)(?![A-Za-z])", "*"),
+        (r"\\div(?![A-Za-z])", "/"),
+        (r"\\(?:[()\[\]]|\$)|[$€£]", " "),
+        (r"\\?%", " "),
+        (r"(?<![A-Za-z])(?:percent|pct)\b", " "),
+        (r"\{\s*\}", ""),
+        (
+            r"\^\s*(?:\{\s*(?:\\circ|°|\\degree|o)\s*\}|\\circ(?![A-Za-z])|°|\\degree(?![A-Za-z])|o(?![A-Za-z]))",
+            "°",
+        ),
+        (r"\\(?:text)?degrees?(?![A-Za-z])|(?<![A-Za-z])deg(?:ree)?s?\.?(?![A-Za-z])", "°"),
+        (r"\\(?:lt|gt)(?![A-Za-z])", ""),
+        (r"\s+", " "),
+    )
+)
+_EDGES = " .,;:*_`\"'"
+
+_UNIT_WORDS = (
+    "units?|cent[ei]met(?:er|re)s?|millimet(?:er|re)s?|kilomet(?:er|re)s?|met(?:er|re)s?|inch(?:es)?|foot|feet|"
+    "yards?|miles?|mph|kph|cm|mm|km|dm|ft|yds?|mi|in|m|radians?|rads?|hours?|hrs?|minutes?|mins?|seconds?|secs?|"
+    "days?|dollars?|cents?|euros?|yuan|kg|grams?|lbs?|pounds?|lit(?:er|re)s?|ml"
+)
+_UNIT = rf"(?:(?:square|sq\.?|cubic|cu\.?)\s*)?(?:{_UNIT_WORDS})\.?(?:\s*(?:\^\s*(?:\{{\s*[23]\s*\}}|[23])|[23]))?"
+_TRAILING_UNIT = re.compile(rf"(?<=[\d\s°}})\]i])\s*(?:{_UNIT})(?:\s*(?:/|per)\s*(?:{_UNIT}))?\s*$")
+_FUNCTIONS = r"(?:pi|sqrt|sin|cos|tan|sec|csc|cot|log|ln|exp|and|or|not|to|than|nor)"
+_TRAILING_WORDS = re.compile(rf"(?<=[\d}})°])(?:\s+(?!{_FUNCTIONS}\b)[A-Za-z]{{2,}})+$")
+_LEADING_WORDS = re.compile(
+    rf"^(?:(?!{_FUNCTIONS}\b|[a-z]*frac\b)[A-Za-z]{{2,}}[\s:]+)+(?=[-\d\\(.])"
+)
+_EQUALS = re.compile(r"(?<![<>!:])=+|\\equiv(?![A-Za-z])")
+_APPROX = re.compile(r"\\(?:approx|simeq|doteq|sim)(?![A-Za-z])")
+_LEFT_SIDE = re.compile(r"^(?!\s*\d+\s*[A-Za-z\\])[^+*<>^/]*$")
+
+
+class TooLongError(ValueError):
+    """An answer has more characters than are read."""
+
+
+def plain(text: str) -> str:
+    """The text with one spelling per thing; percent signs and currency signs are dropped.
+
+    Raises:
+        TooLongError: it is longer than MAX_CHARACTERS.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise TooLongError(
+            f"an answer of {len(text)} characters is not read (limit {MAX_CHARACTERS})"
+        )
+    shown = text.translate(_TRANSLATION)
+    while (replaced := _TEXT.sub(r" \1 ", shown)) != shown:
+        shown = replaced
+    for pattern, replacement in _RULES:
+        shown = pattern.sub(replacement, shown)
+    return trim(shown)
+
+
+def trim(text: str) -> str:
+    r"""Without white space, punctuation, Markdown marks and stray backslashes at the edges; `.5` keeps its point."""
+    shown = text.strip(_EDGES.replace(".", "")).rstrip(_EDGES + "\\")
+    return shown.lstrip(" ")
+
+
+def right_side(text: str) -> str:
+    r"""What `x = 5`, `m\angle A = 30` and `x = 3\sqrt{2} \approx 4.24` say that the value is; no equation is solved."""
+    exact, *rounded = _APPROX.split(text)
+    if rounded and not _EQUALS.search(exact):
+        return rounded[0].strip()
+    *left, right = _EQUALS.split(exact)
+    if left and all(_LEFT_SIDE.match(side) or not re.search(r"[A-Za-z]", side) for side in left):
+        return right.strip()
+    return text
+
+
+def without_units(text: str) -> str:
+    """The text without a trailing unit, trailing words (`12 apples`) and leading words (`about 5`)."""
+    shown = text
+    for _ in range(3):
+        shorter = trim(_TRAILING_UNIT.sub("", shown))
+        if shorter == shown or not shorter:
+            break
+        shown = shorter
+    shown = _TRAILING_WORDS.sub("", shown)
+    return _LEADING_WORDS.sub("", shown)

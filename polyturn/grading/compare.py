@@ -1,0 +1,80 @@
+"""Whether two answers are one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from polyturn.grading import reals
+from polyturn.grading.numbers import Number
+from polyturn.grading.values import Collection, Value
+
+LONG_DECIMAL = (
+    8  # significant digits from which a decimal stands for the exact value that it agrees with
+)
+
+Rounding = Literal["reference", "strict"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What counts as equal; see docs/grading.md."""
+
+    tolerance: float = 0.0  # relative
+    rounding: Rounding = "reference"
+    timeout_s: float = 2.0  # of one symbolic comparison
+
+
+def same_value(prediction: Value, reference: Value, policy: Policy) -> str | None:
+    """Why two values count as one; None when they do not."""
+    if isinstance(prediction, Number) and isinstance(reference, Number):
+        return same_number(prediction, reference, policy)
+    if isinstance(prediction, Collection) and isinstance(reference, Collection):
+        return _same_collection(prediction, reference, policy)
+    return None
+
+
+def same_number(prediction: Number, reference: Number, policy: Policy) -> str | None:
+    """Why two numbers count as one; None when they do not."""
+    if reals.equal(prediction.real, reference.real):
+        return "equal"
+    difference = abs(prediction.real.value - reference.real.value)
+    if policy.tolerance and difference <= Fraction(policy.tolerance) * abs(reference.real.value):
+        return "within tolerance"
+    if policy.rounding == "reference" and reference.decimals is not None:
+        is_finer = prediction.decimals is None or prediction.decimals > reference.decimals
+        if is_finer and difference <= _half_unit(reference.decimals):
+            return "rounds to the reference"
+    if (
+        prediction.decimals is not None
+        and reference.decimals is None
+        and _agrees(prediction, difference)
+    ):
+        return "agrees to all digits"
+    return None
+
+
+def _half_unit(decimals: int) -> Fraction:
+    return Fraction(1, 2 * 10**decimals)
+
+
+def _agrees(prediction: Number, difference: Fraction) -> bool:
+    """Whether a long decimal is the exact value, rounded or cut."""
+    decimals = prediction.decimals or 0
+    digits = len(str(abs(prediction.real.value * 10**decimals)))
+    return digits >= LONG_DECIMAL and difference < 2 * _half_unit(decimals)
+
+
+def _same_collection(prediction: Collection, reference: Collection, policy: Policy) -> str | None:
+    if prediction.kind != reference.kind:
+        return None
+    if reference.kind != "set":
+        pairs = zip(prediction.items, reference.items, strict=False)
+        is_same = len(prediction.items) == len(reference.items) and all(
+            same_value(*pair, policy) for pair in pairs
+        )
+        return "equal" if is_same else None
+    forward = all(any(same_value(p, r, policy) for r in reference.items) for p in prediction.items)
+    backward = all(any(same_value(p, r, policy) for p in prediction.items) for r in reference.items)
+    return "equal sets" if forward and backward else None

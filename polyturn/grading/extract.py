@@ -1,0 +1,186 @@
+r"""Where the answer stands in a reply.
+
+Order of looking, in the text outside of `<think>` blocks and tool calls: the last complete `\boxed{}` or `\fbox{}`;
+`<answer>`; the whole text when it is short and a number; what follows the last "answer is" or "Answer:";
+bold text at the end; the last formula; the last number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from polyturn.envs.tools import read_reply
+from polyturn.grading import clean, values
+
+TAIL = 8_000  # characters from the end in which an unboxed answer is looked for
+MAX_ANSWER = 300  # characters of a text that is an answer as a whole
+MAX_CHOICE = 40  # characters of a choice letter with its text
+MAX_JOINED = 20  # boxes that form one list
+
+Source = Literal["box", "tag", "text", "marker", "bold", "formula", "number"]
+
+_BRACE = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])\s*\{?|\\[{}]|[{}]")
+_JOINT = re.compile(r"\}?[^.;:\n]{0,40}?(?:\band\b|\bor\b|,)[^.;:\n]{0,20}|\}?[\s$,]*")
+_BARE = re.compile(r"-?(?:\d[\d.,]*|\\[A-Za-z]+\s*(?:\{[^{}]*\}){0,2}|[A-Za-z])")
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_TURN_END = re.compile(r"<\|im_end\|>|<\|im_start\|>user|<\|endoftext\|>")
+_MARKER = re.compile(
+    r"(?:final\s+answer|\banswer)(?:\s*\*\*)?\s*(?:is\b|:|=)\s*(?:\*\*)?\s*(?:the\s+(?:final\s+)?answer\s+is)?([^\n]{1,400})",
+    re.IGNORECASE,
+)
+_BOLD = re.compile(r"\*\*\s*([^*\n]{1,100}?)\s*\*\*")
+_FORMULA = re.compile(
+    r"(?<!\\)\$\$(.{1,1000}?)(?<!\\)\$\$|(?<!\\)\$((?:[^$\\]|\\.){1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]",
+    re.DOTALL,
+)
+_TERM = (
+    r"(?:(?<![A-Za-z0-9_.])[-−]?\s?(?:\d{1,3}(?:(?:,\\?!?\s?|\{,\})\d{3})+(?!\d)(?:\.\d+)?|\d+[.,]\d+|\.?\d+)"
+    r"|[-−]?\\[dt]?frac\s*\{[^{}]{1,60}\}\s*\{[^{}]{1,60}\}|[-−]?\\sqrt\s*(?:\{[^{}]{1,60}\}|\d+)|√\s*\(?\d+\)?"
+    r"|\\pi(?![A-Za-z])|π|\bpi\b|sqrt\(\d+\))"
+)
+_RUN = re.compile(
+    rf"{_TERM}(?:\s?(?:[*/·×^]|\\cdot)?\s?(?:{_TERM}|(?<=[*/^])\d+))*(?:\s?(?:\\?%|°|\^\\circ))?"
+)
+_CHOICE = re.compile(r"^\(?([A-E])\)?(?:[.):,\s]|$)")
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """The answer as written, where it stood, and whether the reply ends in a box that is never closed.
+
+    `joined` holds the answer and the boxes that are joined to it by "and" or a comma, in order.
+    """
+
+    answer: str | None
+    source: Source | None
+    is_malformed: bool = False
+    joined: tuple[str, ...] = ()
+
+
+def extract(text: str, *, needs_box: bool = False) -> Extraction:
+    """Find the answer of an assistant reply; `needs_box` allows only boxes and answer tags."""
+    reply = read_reply(_TURN_END.split(text.removeprefix("<|im_start|>assistant"), maxsplit=1)[0])
+    if reply.is_thinking:
+        return Extraction(None, None)
+    visible = reply.text
+    boxes, is_malformed = boxes_in(visible)
+    if boxes:
+        answers = joined(visible, boxes)
+        return Extraction(answers[-1], "box", is_malformed, answers)
+    tag = last(_TAG, visible)
+    if tag is not None:
+        return Extraction(tag.strip() or None, "tag", is_malformed)
+    if is_malformed or needs_box:
+        return Extraction(None, None, is_malformed)
+    return _unboxed(visible[-TAIL:].strip())
+
+
+@dataclass(frozen=True)
+class Box:
+    """One complete box of a text: where it starts, and where its content starts and ends."""
+
+    start: int
+    content_start: int
+    content_end: int
+
+
+def boxes_in(text: str) -> tuple[list[Box], bool]:
+    r"""All complete boxes in the order in which they end, and whether a box that starts after them is never closed.
+
+    One pass, however many braces; `\boxed 5` without braces counts, empty boxes do not.
+    """
+    found: list[Box] = []
+    open_braces: list[
+        tuple[int, int] | None
+    ] = []  # of a box: its start and where its content starts
+    for match in _BRACE.finditer(text):
+        token = match.group()
+        if token == "{":
+            open_braces.append(None)
+        elif token == "}" and open_braces:
+            start = open_braces.pop()
+            if start is not None and text[start[1] : match.start()].strip():
+                found.append(Box(*start, match.start()))
+        elif token.endswith("{") and token != "\\{":
+            open_braces.append((match.start(), match.end()))
+        elif len(token) > len("\\{") and (bare := _BARE.match(text, match.end())) is not None:
+            found.append(Box(match.start(), bare.start(), bare.end()))
+    unclosed = max((start[0] for start in open_braces if start is not None), default=-1)
+    return found, unclosed > (found[-1].start if found else -1)
+
+
+def joined(text: str, boxes: list[Box]) -> tuple[str, ...]:
+    r"""The contents of the last box and of those that it is joined to (`\boxed{1} and \boxed{2}`), in order.
+
+    A box in a box counts instead of the outer one.
+    """
+    answers: list[str] = []
+    index, after = len(boxes) - 1, len(text)
+    while index >= 0 and len(answers) < MAX_JOINED:
+        outer = inner = boxes[index]
+        if answers and not _JOINT.fullmatch(text[outer.content_end : after]):
+            break
+        while index >= 0 and boxes[index].start >= outer.start:
+            inner = boxes[index] if boxes[index].start > inner.start else inner
+            index -= 1
+        answers.append(text[inner.content_start : inner.content_end].strip())
+        after = outer.start
+    return tuple(reversed(answers))
+
+
+def _unboxed(text: str) -> Extraction:
+    marker = last(_MARKER, text)
+    if marker is not None and (answer := _in_sentence(marker)) is not None:
+        return Extraction(clean.trim(answer), "marker")
+    if len(text) <= MAX_ANSWER and is_value(text):
+        return Extraction(clean.trim(text), "text")
+    bold = last(_BOLD, text)
+    if bold is not None and is_value(bold):
+        return Extraction(bold, "bold")
+    formula, number = last(_FORMULA, text), last(_RUN, text)
+    if formula is not None and (
+        number is None or text.rfind(formula) + len(formula) >= text.rfind(number)
+    ):
+        return Extraction(formula.strip(), "formula")
+    if number is not None:
+        return Extraction(number.strip(), "number")
+    return (
+        Extraction(text, "text")
+        if _CHOICE.match(text) and len(text) <= MAX_CHOICE
+        else Extraction(None, None)
+    )
+
+
+def _in_sentence(sentence: str) -> str | None:
+    """The answer in what follows "Answer:": the whole of it, a formula, the first choice letter or the last number."""
+    sentence = re.split(
+        r"(?<=[\w$})°%])\.\s+(?=[A-Z])|\bI hope it is correct", sentence, maxsplit=1
+    )[0]
+    sentence = sentence.strip().strip("*_ ")
+    if is_value(sentence):
+        return sentence
+    choice = _CHOICE.match(sentence)
+    if choice is not None:
+        return choice.group(1)
+    return last(_FORMULA, sentence) or last(_RUN, sentence)
+
+
+def last(pattern: re.Pattern[str], text: str) -> str | None:
+    """The last match's first group that took part (or the whole match); None without a match."""
+    found = deque(pattern.finditer(text), maxlen=1)
+    if not found:
+        return None
+    groups = [group for group in found[0].groups() if group is not None]
+    return groups[0] if groups else found[0].group()
+
+
+def is_value(text: str) -> bool:
+    """Whether the text as a whole says a number or a collection of numbers."""
+    try:
+        values.read(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,121 @@
+r"""What an answer says: a number, or a collection of numbers (tuple, interval, set, `\pm`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from polyturn.grading import clean, numbers
+from polyturn.grading.numbers import NotANumberError, Number
+
+MAX_ITEMS = 100
+MAX_DEPTH = 4
+
+Kind = Literal["set", "()", "(]", "[)", "[]"]
+
+_AND = re.compile(r",?\s*(?<![A-Za-z])(?:and|or)(?![A-Za-z])\s*(?:,)?|;")
+_SEPARATOR = re.compile(r"[,;](?!\d{3}(?!\d))|[,;](?=\s)|,(?=\d{3})")
+_PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Numbers that belong together; in a "set" (also a bare list) neither order nor repetition counts."""
+
+    kind: Kind
+    items: tuple[Number | Collection, ...]
+
+
+Value = Number | Collection
+
+
+def read(text: str) -> Value:
+    """The number or collection that an answer says.
+
+    Raises:
+        NotANumberError: it says neither.
+    """
+    try:
+        return numbers.read(text)
+    except NotANumberError as error:
+        collection = read_collection(text)
+        if collection is None:
+            raise NotANumberError(str(error)) from None
+        return collection
+
+
+def read_collection(text: str) -> Collection | None:
+    """The collection that an answer says; None when it says none (a number with a decimal comma may be both)."""
+    try:
+        shown = clean.trim(clean.right_side(clean.plain(text)))
+        return _collection(shown, 0)
+    except (NotANumberError, clean.TooLongError):
+        return None
+
+
+def _collection(shown: str, depth: int) -> Collection | None:
+    if depth > MAX_DEPTH:
+        return None
+    shown = shown.replace("\\{", "{").replace("\\}", "}")
+    shown = _AND.sub(",", shown)
+    kind: Kind = "set"
+    parts = _split(shown)
+    if len(parts) == 1 and _is_wrapped(shown):
+        inner = _split(shown[1:-1])
+        if len(inner) > 1 or shown[0] == "{":
+            kind = "set" if shown[0] == "{" else _interval(shown[0] + shown[-1])
+            parts = inner
+    if len(parts) == 1 and not _PLUS_MINUS.search(parts[0]) and kind == "set":
+        return None
+    if len(parts) > MAX_ITEMS:
+        return None
+    items = tuple(item for part in parts for item in _items(part, depth))
+    return Collection(kind, items)
+
+
+def _interval(brackets: str) -> Kind:
+    return {"()": "()", "(]": "(]", "[)": "[)", "[]": "[]"}[brackets]  # type: ignore[return-value]
+
+
+def _items(part: str, depth: int) -> list[Value]:
+    part = clean.trim(clean.right_side(part))
+    if _PLUS_MINUS.search(part):
+        return [numbers.parse(_PLUS_MINUS.sub(sign, part)) for sign in "+-"]
+    nested = _collection(part, depth + 1)
+    if nested is not None:
+        return [nested]
+    try:
+        return [numbers.parse(clean.without_units(part))]
+    except numbers.NotRealError as error:
+        raise NotANumberError(str(error)) from None
+
+
+def _is_wrapped(shown: str) -> bool:
+    """Whether the first bracket closes with the last character; the closing one may be of the other kind."""
+    if shown[:1] not in _BRACKETS or shown[-1:] not in (")", "]", "}"):
+        return False
+    if (shown[0] == "{") != (shown[-1] == "}"):
+        return False
+    depth = 0
+    for position, character in enumerate(shown):
+        depth += character in "([{"
+        depth -= character in ")]}"
+        if depth == 0:
+            return position == len(shown) - 1
+    return False
+
+
+def _split(shown: str) -> list[str]:
+    """The parts between the commas that stand in no bracket."""
+    parts = [""]
+    depth = 0
+    for character in shown:
+        depth += character in "([{"
+        depth -= character in ")]}"
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
