@@ -54,6 +54,10 @@ class DataParams(Section):
     num_validation: PositiveInt | None = 256  # scored by train.eval_every
     num_test: PositiveInt | None = 512  # scored by the evaluate stage only
     dedup_splits: bool = True  # set evaluation rows aside whose picture is also in train
+    problem_key: str = "problem"  # column of the prompt: text with <image> tags, typed parts or messages
+    answer_key: str = "answer"  # column of the reference answer
+    images_key: str = "images"  # column of the pictures: one or a list
+    on_bad_line: Literal["set_aside", "stop"] = "set_aside"  # a line of a .jsonl that is no JSON
     add_image_tag: bool = True  # a row with pictures and no <image> tag gets them in front; else set aside
     synthetic: SyntheticParams = SyntheticParams()
 
@@ -67,20 +71,30 @@ class ImagesParams(Section):
     min_side: PositiveInt = 16  # smaller pictures are set aside
     max_aspect_ratio: PositiveFloat = 100.0  # longer side / shorter side
     max_pixels: PositiveInt = 1_048_576  # larger pictures are scaled down to it
-    max_input_pixels: PositiveInt = 89_478_485  # refused from the header, before decoding
+    max_input_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = 89_478_485  # refused from the header, before decoding
     max_bytes: PositiveInt = 20_000_000  # of one fetched body, enforced while streaming
     max_bad_fraction: Fraction = 0.02  # more rows than this set aside stop the run
     concurrency: PositiveInt = 32  # requests in flight, over all hosts
     per_host: PositiveInt = 16  # requests in flight to one host
     connect_timeout_s: PositiveFloat = 5.0
     read_timeout_s: PositiveFloat = 15.0
-    total_timeout_s: PositiveFloat = 60.0  # one image, all attempts of one request
+    total_timeout_s: PositiveFloat = 60.0  # one image: all redirects, attempts and waits between them
+    num_threads: PositiveInt = 2  # of decoding and encoding
     retries: NonNegativeInt = 4  # on 429, 5xx, timeouts and resets
     backoff_s: NonNegativeFloat = 0.5  # first wait; doubles, with jitter
     max_redirects: NonNegativeInt = 5
     user_agent: str = "polyturn/0.1 (+image fetcher)"
     s3_endpoint_url: str | None = None  # None: AWS
     engine: Literal["local", "ray"] = "local"
+
+    @model_validator(mode="after")
+    def _one_patch_fits(self) -> ImagesParams:
+        if self.max_pixels < self.size_multiple**2:
+            raise ValueError(
+                f"max_pixels {self.max_pixels} holds no picture of size_multiple {self.size_multiple}; "
+                f"set max_pixels to {self.size_multiple**2} or more"
+            )
+        return self
 
 
 class SmallModelParams(Section):
@@ -133,7 +147,7 @@ class PhaseParams(Section):
 class WarmstartParams(Section):
     """Supervised warm start (also the SFT recipe); no phases: the base model is passed on."""
 
-    examples: ObjectPath = "polyturn.envs.zoom:demonstrations"  # (kind, problem, rng) -> Demonstration
+    examples: ObjectPath = "polyturn.envs.zoom:demonstrations"  # (kind, problem, rng, params)
     lr: PositiveFloat = 2e-3
     warmup_steps: NonNegativeInt = 30
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
@@ -167,7 +181,8 @@ class RewardParams(Section):
     rounding: Literal["reference", "strict"] = "reference"
     tolerance: NonNegativeFloat = 0.0  # relative
     timeout_s: PositiveFloat = 2.0  # of one symbolic comparison
-    max_failure_fraction: Fraction = 0.05
+    needs_box: bool = False  # an answer outside of \boxed{} or <answer> counts as none
+    max_failure_fraction: Fraction = 0.05  # of a step's trajectories; above it the step stops
 
 
 class RolloutParams(Section):
@@ -264,7 +279,7 @@ class EvaluateParams(Section):
 class RegistryParams(Section):
     """The MLflow model registry."""
 
-    name: str = "polyturn-geo3k"
+    name: Annotated[str, Field(pattern=r"^\w[\w. -]*$")] = "polyturn-geo3k"
     min_gain: NonNegativeFloat = 0.0  # the champion moves when accuracy exceeds the old one's by more
 
 
