@@ -1,0 +1,97 @@
+"""The fetch cache: bodies by content, URLs by key; killed at any moment, it holds only whole bodies.
+
+A failure that another try would repeat (404, not an image) is remembered as well, so that a stage that was
+killed does not ask again; `forget_failures` clears them when a run stops because of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from polyturn.data.files import atomic_path
+from polyturn.data.quarantine import RowError
+
+
+@dataclass(frozen=True)
+class Body:
+    """Fetched bytes and their sha256."""
+
+    data: bytes
+    sha256: str
+
+
+class FetchCache:
+    """Bodies under `directory`/bodies, the index in `directory`/index.sqlite; used as a context."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._index = sqlite3.connect(directory / "index.sqlite", timeout=60, isolation_level=None)
+        self._index.execute("PRAGMA journal_mode=WAL")
+        self._index.execute("PRAGMA synchronous=OFF")  # a lost entry costs one more fetch
+        self._index.execute(
+            "CREATE TABLE IF NOT EXISTS bodies (key TEXT PRIMARY KEY, sha256 TEXT NOT NULL)"
+        )
+        self._index.execute(
+            "CREATE TABLE IF NOT EXISTS failures (key TEXT PRIMARY KEY, reason TEXT NOT NULL, detail TEXT NOT NULL)"
+        )
+
+    def __enter__(self) -> FetchCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._index.close()
+
+    def get(self, key: str) -> Body | None:
+        """The body of a URL, None if it has to be fetched (again, if the file was lost or damaged).
+
+        Raises:
+            RowError: the remembered failure.
+        """
+        found = self._index.execute("SELECT sha256 FROM bodies WHERE key = ?", (key,)).fetchone()
+        if found is not None:
+            return self._read(str(found[0]))
+        failed = self._index.execute(
+            "SELECT reason, detail FROM failures WHERE key = ?", (key,)
+        ).fetchone()
+        if failed is not None:
+            raise RowError(str(failed[0]), str(failed[1]))
+        return None
+
+    def _read(self, sha256: str) -> Body | None:
+        try:
+            data = self._path(sha256).read_bytes()
+        except FileNotFoundError:
+            return None
+        return Body(data, sha256) if hashlib.sha256(data).hexdigest() == sha256 else None
+
+    def put(self, key: str, data: bytes) -> Body:
+        """Keep a body: the file first, then the index entry that makes it visible."""
+        body = Body(data, hashlib.sha256(data).hexdigest())
+        with atomic_path(self._path(body.sha256)) as partial:
+            partial.write_bytes(data)
+        self._index.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (key, body.sha256))
+        self._index.execute("DELETE FROM failures WHERE key = ?", (key,))
+        return body
+
+    def put_failure(self, key: str, error: RowError) -> None:
+        """Remember a lasting failure."""
+        self._index.execute(
+            "INSERT OR REPLACE INTO failures VALUES (?, ?, ?)", (key, error.reason, error.detail)
+        )
+
+    def forget_failures(self) -> None:
+        """Ask again for everything that failed."""
+        self._index.execute("DELETE FROM failures")
+
+    def _path(self, sha256: str) -> Path:
+        return self._directory / "bodies" / sha256[:2] / sha256

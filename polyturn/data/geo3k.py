@@ -1,0 +1,184 @@
+"""Rows in Geometry3K's shape (problem, answer, images) from a directory, .jsonl, .parquet, s3:// or the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import pyarrow.parquet as pq
+
+from polyturn.data import s3
+from polyturn.params import DataParams, ParamsError
+
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "val", "valid", "dev"),
+    "test": ("test",),
+}
+_BATCH_ROWS = 256
+
+
+@dataclass(frozen=True)
+class LineError:
+    """A line that is no JSON object; it stands in the stream of rows where the row would be."""
+
+    path: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line} is not valid JSON: {self.message}"
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Rows of local .jsonl and .parquet files; `root` holds relative pictures, `base_url` prefixes them."""
+
+    files: tuple[Path, ...]
+    root: Path | None
+    base_url: str | None = None
+
+    def load(self, split: str) -> Iterator[object]:
+        """The rows of one split: by their split column, else by their file's name, else train.
+
+        Raises:
+            ParamsError: a file is no Parquet.
+        """
+        for path in self.files:
+            of_file = split_of_name(path.name)
+            for raw in read_rows(path):
+                if isinstance(raw, LineError):
+                    own = of_file or "train"
+                else:
+                    own = canonical_split(raw.get("split")) or of_file or "train"
+                if own == split:
+                    yield raw
+
+
+class _HubDataset(Protocol):
+    def decode(self, enable: bool) -> Iterable[object]: ...
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Rows of a Hugging Face dataset, streamed; pictures stay encoded."""
+
+    name: str
+    revision: str | None
+    root: Path | None = None
+    base_url: str | None = None
+
+    def load(self, split: str) -> Iterator[object]:
+        """The rows of one split, empty if the dataset has no split of that name.
+
+        Raises:
+            ParamsError: the dataset or revision does not exist or cannot be reached.
+        """
+        # Seconds of import time, for this source only.
+        import datasets  # noqa: PLC0415
+
+        try:
+            names = datasets.get_dataset_split_names(self.name, revision=self.revision)
+            own = next((name for name in names if canonical_split(name) == split), None)
+            if own is None:
+                return
+            stream = datasets.load_dataset(
+                self.name, split=own, revision=self.revision, streaming=True
+            )
+        except (OSError, ValueError) as error:
+            raise ParamsError(
+                f"data.path: Hugging Face dataset {self.name!r} at revision {self.revision!r} cannot be "
+                f"opened ({type(error).__name__}: {str(error)[:200]}); is it a local path that does not exist?"
+            ) from None
+        yield from cast("_HubDataset", stream).decode(False)
+
+
+def open_geo3k(
+    params: DataParams, work_dir: Path, endpoint_url: str | None
+) -> FileSource | HubSource:
+    """Open data.path.
+
+    Raises:
+        ParamsError: data.path is missing or names nothing readable.
+    """
+    if not params.path:
+        raise ParamsError(
+            "data.path: source geo3k needs a directory, .jsonl, .parquet, s3:// URI or dataset id, got null"
+        )
+    if params.path.startswith("s3://"):
+        files = s3.download_dataset(params.path, work_dir / "dataset", endpoint_url)
+        return FileSource(files, None, params.base_url or s3.parent_uri(params.path))
+    path = Path(params.path)
+    if path.is_dir():
+        return FileSource(dataset_files(path), path, params.base_url)
+    if path.is_file():
+        return FileSource((path,), path.parent, params.base_url)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", params.path) and path.suffix not in (".jsonl", ".parquet"):
+        return HubSource(params.path, params.revision, base_url=params.base_url)
+    raise ParamsError(f"data.path: {params.path!r} is neither a file nor a directory")
+
+
+def dataset_files(directory: Path) -> tuple[Path, ...]:
+    """problems.jsonl, else all .jsonl, else all .parquet files (also in data/), by name.
+
+    Raises:
+        ParamsError: there is none.
+    """
+    if (directory / "problems.jsonl").is_file():
+        return (directory / "problems.jsonl",)
+    for pattern in ("*.jsonl", "*.parquet", "data/*.parquet"):
+        files = tuple(sorted(directory.glob(pattern)))
+        if files:
+            return files
+    raise ParamsError(
+        f"data.path: {directory} holds neither problems.jsonl nor .jsonl or .parquet files"
+    )
+
+
+def canonical_split(name: object) -> str | None:
+    """train, validation or test for the names that datasets use; None for anything else."""
+    lowered = str(name).lower()
+    return next((split for split, names in SPLIT_NAMES.items() if lowered in names), None)
+
+
+def split_of_name(file_name: str) -> str | None:
+    """The split in a file name such as val.jsonl or test-00000-of-00001.parquet."""
+    words = re.split(r"[^a-z]+", file_name.lower())
+    return next((split for word in words if (split := canonical_split(word))), None)
+
+
+def read_rows(path: Path) -> Iterator[Mapping[str, object] | LineError]:
+    """Stream the rows of one .jsonl or .parquet file.
+
+    Raises:
+        ParamsError: the file cannot be read at all.
+    """
+    if path.suffix != ".parquet":
+        yield from _read_lines(path)
+        return
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                yield from cast("list[dict[str, object]]", batch.to_pylist())
+    except (OSError, ValueError) as error:
+        raise ParamsError(f"data.path: {path} is not a readable Parquet file: {error}") from None
+
+
+def _read_lines(path: Path) -> Iterator[Mapping[str, object] | LineError]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                yield LineError(path.name, number, str(error))
+                continue
+            if isinstance(row, dict):
+                yield cast("dict[str, object]", row)
+            else:
+                yield LineError(path.name, number, f"it holds {type(row).__name__}, not an object")
