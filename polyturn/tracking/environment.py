@@ -33,11 +33,10 @@ class Environment:
 
 def capture(root: Path) -> Environment:
     """Look at the repository that `root` lies in, the interpreter and the machine."""
-    commit = _git(root, "rev-parse", "HEAD")
     branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD")
     untracked = _git(root, "ls-files", "--others", "--exclude-standard") or ""
     return Environment(
-        commit=commit.strip() if commit else None,
+        commit=commit(root),
         branch=branch.strip() if branch else None,
         diff=_git(root, "diff", "HEAD") or "",
         untracked=tuple(untracked.splitlines()),
@@ -47,6 +46,12 @@ def capture(root: Path) -> Environment:
         num_cpus=_num_cpus(),
         packages=installed_packages(),
     )
+
+
+def commit(root: Path) -> str | None:
+    """The commit that is checked out at `root`; None outside a git repository."""
+    found = _git(root, "rev-parse", "HEAD")
+    return found.strip() if found else None
 
 
 def installed_packages() -> dict[str, str]:

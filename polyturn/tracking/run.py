@@ -23,6 +23,7 @@ from pydantic import BaseModel
 
 from polyturn.params import TrackingParams
 from polyturn.tracking.environment import Environment, capture
+from polyturn.tracking.orphans import close_orphans, owner_tags
 from polyturn.tracking.store import Store, TrackingError, connect
 
 LOGGER = logging.getLogger(__name__)
@@ -36,7 +37,10 @@ _SIGINT_CODE = 130
 
 
 class Run:
-    """An open MLflow run. A failing call raises TrackingError after MLflow's own retries."""
+    """An open MLflow run. A failing call raises TrackingError after MLflow's own retries.
+
+    MLflow allows no `@` in names: `pass@4` is written as `pass_at_4`.
+    """
 
     def __init__(self, store: Store, run_id: str, artifact_uri: str) -> None:
         self.store = store
@@ -51,7 +55,7 @@ class Run:
     def log_params(self, params: Mapping[str, object] | BaseModel) -> None:
         """Log parameters; nested ones by dotted name, lists as JSON."""
         tree = params.model_dump(mode="json") if isinstance(params, BaseModel) else params
-        flat = [Param(key, value[:_MAX_PARAM]) for key, value in flatten(tree).items()]
+        flat = [Param(_name(key), value[:_MAX_PARAM]) for key, value in flatten(tree).items()]
         for start in range(0, len(flat), _PARAMS_PER_CALL):
             with self._speaking():
                 self._client.log_batch(self.run_id, params=flat[start : start + _PARAMS_PER_CALL])
@@ -60,7 +64,7 @@ class Run:
         """Log all metrics of one step in one call; None and NaN (no measurement) are left out."""
         now = int(time.time() * 1000)
         shown = [
-            Metric(key, float(value), now, step or 0)
+            Metric(_name(key), float(value), now, step or 0)
             for key, value in metrics.items()
             if value is not None and not math.isnan(value)
         ]
@@ -85,7 +89,7 @@ class Run:
         with self._speaking():
             self._client.log_batch(
                 self.run_id,
-                tags=[RunTag(key, str(value)[:_MAX_TAG]) for key, value in tags.items()],
+                tags=[RunTag(_name(key), str(value)[:_MAX_TAG]) for key, value in tags.items()],
             )
 
     def log_dataset(self, name: str, path: Path | str, digest: str) -> None:
@@ -136,6 +140,7 @@ def open_run(
         TrackingError: see `polyturn.tracking.store.connect`.
     """
     store = connect(tracking, root)
+    close_orphans(store)
     environment = capture(root)
     all_tags = {**_start_tags(environment, stage, parent_run_id), **(tags or {})}
     created = store.client.create_run(store.experiment_id, run_name=name, tags=all_tags)
@@ -178,6 +183,10 @@ def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     return flat
 
 
+def _name(key: str) -> str:
+    return key.replace("@", "_at_")
+
+
 def _end_after(run: Run, error: BaseException) -> None:
     status = end_status(error)
     try:
@@ -192,6 +201,7 @@ def _start_tags(
     environment: Environment, stage: str | None, parent_run_id: str | None
 ) -> dict[str, str]:
     tags = {
+        **owner_tags(),
         "mlflow.user": _user(),
         "mlflow.source.name": " ".join(sys.argv)[:_MAX_TAG],
         "mlflow.source.type": "LOCAL",

@@ -18,6 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 from requests import Response
+from sqlalchemy.exc import SQLAlchemyError
 
 from polyturn.params import TrackingParams
 from polyturn.tracking import relocate, s3
@@ -109,7 +110,7 @@ def connect(tracking: TrackingParams, root: Path) -> Store:
             s3.check(addresses.artifacts, tracking.timeout_s)
         except s3.S3Error as error:
             raise TrackingError(f"tracking.artifact_location {error}") from None
-    with _initialisation_lock(addresses):
+    with store_lock(addresses):
         return _open(addresses, tracking.experiment)
 
 
@@ -123,7 +124,7 @@ def _open(addresses: Addresses, experiment: str) -> Store:
         else:
             experiment_id = str(found.experiment_id)
             _follow_a_move(addresses, str(found.artifact_location))
-    except (MlflowException, OSError) as error:
+    except (MlflowException, SQLAlchemyError, OSError) as error:
         raise TrackingError(
             f"tracking.uri {addresses.uri!r} cannot be used ({_first_line(error)}); "
             "check the address, or set tracking.uri: sqlite:///mlflow.db"
@@ -163,7 +164,8 @@ def _make_directory(uri: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _initialisation_lock(addresses: Addresses) -> Iterator[None]:
+def store_lock(addresses: Addresses) -> Iterator[None]:
+    """One process at a time on this SQLite store (first use, registration); no lock for a server."""
     database = addresses.database
     if database is None:
         yield

@@ -1,0 +1,165 @@
+"""Runs: what is logged, and the status they end with on every way out (PIPE-01, PIPE-02)."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyturn.params import Params, TrackingParams
+from polyturn.tracking import TrackingError, open_run
+from polyturn.tracking.run import flatten
+
+from .conftest import stored_runs
+
+TRACKING = TrackingParams()
+
+
+def test_params_metrics_tags_datasets_and_artifacts_are_stored(project: Path):
+    with open_run(TRACKING, root=project, name="train", stage="train", tags={"x": "y"}) as run:
+        run.log_params(Params())
+        for step in (1, 2):
+            run.log_metrics({"rollout/reward": 0.25 * step, "eval/pass@4": 0.5, "none": None}, step)
+        run.log_dataset("problems", "artifacts/problems", "0" * 32 + ".dir")
+        (project / "curve.csv").write_text("step\n1\n")
+        run.log_artifact(project / "curve.csv")
+        run.log_text("hello", "notes/note.txt")
+    client = run.store.client
+    stored = client.get_run(run.run_id)
+    assert stored.info.status == "FINISHED"
+    assert stored.data.params["loss.clip_high"] == "0.28"
+    assert stored.data.params["learner.betas"] == "[0.9, 0.98]"
+    history = client.get_metric_history(run.run_id, "rollout/reward")
+    assert [(m.step, m.value) for m in history] == [(1, 0.25), (2, 0.5)]
+    assert set(stored.data.metrics) == {"rollout/reward", "eval/pass_at_4"}
+    assert stored.data.tags["x"] == "y"
+    assert stored.inputs.dataset_inputs[0].dataset.digest == "0" * 32 + ".dir"
+    names = {file.path for file in client.list_artifacts(run.run_id)}
+    assert names == {"curve.csv", "notes", "environment"}
+    assert Path(run.artifact_uri.removeprefix("file://"), "curve.csv").read_text() == "step\n1\n"
+
+
+def test_stage_runs_are_nested_below_their_parent(project: Path):
+    with (
+        open_run(TRACKING, root=project, name="pipeline") as parent,
+        open_run(
+            TRACKING, root=project, name="train", stage="train", parent_run_id=parent.run_id
+        ) as child,
+    ):
+        pass
+    tags = child.store.client.get_run(child.run_id).data.tags
+    assert tags["mlflow.parentRunId"] == parent.run_id
+    assert tags["stage"] == "train"
+
+
+def test_environment_and_uncommitted_diff_are_kept(project: Path):
+    for command in (
+        ["init", "-q"],
+        ["add", "-A"],
+        ["-c", "user.name=n", "-c", "user.email=e@example.org", "commit", "-q", "-m", "first"],
+    ):
+        (project / "code.py").write_text("a = 1\n")
+        (project / ".gitignore").write_text("mlflow.db*\nmlartifacts\n")
+        subprocess.run(["git", *command], cwd=project, check=True)
+    (project / "code.py").write_text("a = 2\n")
+    (project / "new.txt").write_text("")
+    with open_run(TRACKING, root=project, name="train") as run:
+        pass
+    directory = Path(run.artifact_uri.removeprefix("file://")) / "environment"
+    assert "+a = 2" in (directory / "uncommitted.diff").read_text()
+    record = json.loads((directory / "environment.json").read_text())
+    assert record["untracked"] == ["new.txt"]
+    assert record["packages"]["numpy"]
+    assert record["cpu_model"]
+    tags = run.store.client.get_run(run.run_id).data.tags
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=project, check=True, capture_output=True, text=True
+    )
+    assert tags["mlflow.source.git.commit"] == head.stdout.strip()
+    assert tags["git.dirty"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("reward term failed at step 2"), "FAILED"),
+        (RuntimeError("out of memory"), "FAILED"),
+        (asyncio.CancelledError("cancelled"), "FAILED"),
+        (SystemExit(2), "FAILED"),
+        (SystemExit("message"), "FAILED"),
+        (SystemExit(143), "KILLED"),
+        (SystemExit(130), "KILLED"),
+        (KeyboardInterrupt(), "KILLED"),
+        (SystemExit(0), "FINISHED"),
+    ],
+)
+def test_the_run_ends_as_its_block_does(project: Path, error: BaseException, status: str):
+    with pytest.raises(type(error)), open_run(TRACKING, root=project, name="train"):
+        raise error
+    (run,) = stored_runs(project)
+    assert run.info.status == status
+    assert run.info.end_time is not None
+    if status == "FAILED":
+        assert run.data.tags["error.class"] == type(error).__name__
+        assert run.data.tags["error.message"] == str(error)
+    else:
+        assert "error.class" not in run.data.tags
+
+
+SCRIPT = """
+import signal, sys, time
+from pathlib import Path
+from polyturn.params import TrackingParams
+from polyturn.tracking import open_run
+def end(number, frame):
+    raise SystemExit(143)
+signal.signal(signal.SIGTERM, end)
+with open_run(TrackingParams(), root=Path(sys.argv[1]), name="train") as run:
+    run.log_metrics({"rollout/reward": 0.5}, 1)
+    print("logged", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "left_as", "code"),
+    [(signal.SIGTERM, "KILLED", 143), (signal.SIGKILL, "RUNNING", -9)],
+)
+def test_signalled_runs_end_at_once_or_at_the_next_start(
+    project: Path, number: int, left_as: str, code: int
+):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(project)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "logged\n"
+    os.kill(process.pid, number)
+    assert process.wait(30) == code
+    process.stdout.close()
+    (run,) = stored_runs(project)
+    assert run.info.status == left_as
+    assert run.data.metrics == {"rollout/reward": 0.5}
+    with open_run(TRACKING, root=project, name="next") as later:
+        runs = {run.info.run_name: run.info.status for run in stored_runs(project)}
+        assert runs == {"train": "KILLED", "next": "RUNNING"}
+    assert later.run_id
+
+
+def test_a_refused_call_names_the_address(project: Path):
+    with open_run(TRACKING, root=project, name="train") as run:
+        run.log_params({"a": 1})
+        with pytest.raises(TrackingError, match=r"tracking\.uri 'sqlite:///.*refused"):
+            run.log_params({"a": 2})
+
+
+def test_names_are_flattened_with_dots():
+    assert flatten({"a": {"b": {"c": 1.5}}, "d": [1, {"e": None}], "f": {}, "g": None}) == {
+        "a.b.c": "1.5",
+        "d": '[1, {"e": null}]',
+        "f": "{}",
+        "g": "null",
+    }

@@ -1,0 +1,241 @@
+"""Addresses and the connection: worktrees, races, moves, servers and buckets that do not answer.
+
+PIPE-05 (two first users), PIPE-07 (project moved), PIPE-10 (bucket without credentials), PIPE-12 (half of them).
+"""
+
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts
+
+from polyturn.params import TrackingParams
+from polyturn.tracking import TrackingError, open_run
+from polyturn.tracking.store import connect, resolve
+
+
+def test_worktrees_share_the_main_checkouts_store(tmp_path: Path):
+    main, linked = tmp_path / "main", tmp_path / "linked"
+    main.mkdir()
+    commit = [
+        "-c",
+        "user.name=n",
+        "-c",
+        "user.email=e@example.org",
+        "commit",
+        "-q",
+        "--allow-empty",
+    ]
+    for command in (["init", "-q"], [*commit, "-m", "x"], ["worktree", "add", "-q", str(linked)]):
+        subprocess.run(["git", *command], cwd=main, check=True, capture_output=True)
+    here, there = resolve(TrackingParams(), main), resolve(TrackingParams(), linked)
+    assert here == there
+    assert here.uri == f"sqlite:///{main}/mlflow.db"
+    assert here.artifacts == f"file://{main}/mlartifacts"
+
+
+def test_addresses_of_the_environment_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POLYTURN_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
+    monkeypatch.setenv("POLYTURN_ARTIFACT_LOCATION", "s3://bucket/x")
+    addresses = resolve(TrackingParams(), tmp_path / "elsewhere")
+    assert addresses.uri == f"sqlite:///{tmp_path}/other.db"
+    assert addresses.artifacts == "s3://bucket/x"
+
+
+def test_an_absolute_sqlite_path_and_a_relative_artifact_path_are_understood(tmp_path: Path):
+    params = TrackingParams(uri=f"sqlite:///{tmp_path}/a/b.db", artifact_location="store")
+    addresses = resolve(params, tmp_path)
+    assert addresses.database == tmp_path / "a/b.db"
+    assert addresses.artifacts == f"file://{tmp_path}/store"
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "postgresql://host/db", "ftp://host", ""])
+def test_another_kind_of_uri_is_refused(tmp_path: Path, uri: str):
+    with pytest.raises(TrackingError, match=r"tracking\.uri must be sqlite"):
+        resolve(TrackingParams(uri=uri), tmp_path)
+
+
+RACER = """
+import sys
+from pathlib import Path
+from polyturn.params import TrackingParams
+from polyturn.tracking import open_run
+sys.stdin.readline()
+with open_run(TrackingParams(), root=Path(sys.argv[1]), name="racer") as run:
+    run.log_metrics({"a": 1.0}, 1)
+"""
+
+
+def test_two_processes_may_use_a_fresh_database_at_once(tmp_path: Path):
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    for racer in racers:
+        _, errors = racer.communicate(timeout=60)
+        assert racer.returncode == 0, errors
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    (experiment,) = client.search_experiments(filter_string="name = 'polyturn'")
+    assert len(client.search_runs([experiment.experiment_id])) == 2
+
+
+def test_a_moved_project_finds_its_artifacts(project: Path, caplog: pytest.LogCaptureFixture):
+    with open_run(TrackingParams(), root=project, name="train") as old:
+        old.log_text("hello", "note.txt")
+    moved = project.with_name("moved")
+    shutil.move(project, moved)
+    with open_run(TrackingParams(), root=moved, name="evaluate") as run:
+        pass
+    assert f"moved from {project}/mlartifacts to {moved}/mlartifacts" in caplog.text
+    uri = f"sqlite:///{moved}/mlflow.db"
+    for run_id, name in ((old.run_id, "note.txt"), (run.run_id, "environment")):
+        assert Path(
+            download_artifacts(run_id=run_id, artifact_path=name, tracking_uri=uri)
+        ).exists()
+    assert run.artifact_uri.startswith(f"file://{moved}/")
+
+
+def test_another_artifact_location_is_said_to_be_ignored(
+    project: Path, caplog: pytest.LogCaptureFixture
+):
+    connect(TrackingParams(), project)
+    connect(TrackingParams(artifact_location="elsewhere"), project)
+    assert "tracking.artifact_location" in caplog.text
+    assert "is ignored" in caplog.text
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path):
+    (tmp_path / "mlflow.db").write_text(
+        "this is no database, but long enough to be looked at\n" * 9
+    )
+    with pytest.raises(TrackingError, match=r"tracking\.uri 'sqlite:///.*cannot be used"):
+        connect(TrackingParams(), tmp_path)
+
+
+def test_an_unwritable_place_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrackingError, match=r"tracking\.uri .* cannot be written"):
+        connect(TrackingParams(uri="sqlite:///file/mlflow.db"), tmp_path)
+
+
+@contextmanager
+def answering(status: int, wait_s: float = 0.0) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            time.sleep(wait_s)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"Invalid Host header")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_a_server_that_is_not_there_is_named_at_once(tmp_path: Path):
+    started = time.monotonic()
+    uri = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(TrackingError, match=rf"tracking\.uri '{uri}' does not answer.*sqlite"):
+        connect(TrackingParams(uri=uri), tmp_path)
+    assert time.monotonic() - started < 5
+
+
+def test_a_server_that_hangs_is_given_up_after_the_timeout(tmp_path: Path):
+    with answering(200, wait_s=3) as uri:
+        started = time.monotonic()
+        with pytest.raises(TrackingError, match=r"within tracking\.timeout_s 0\.5"):
+            connect(TrackingParams(uri=uri, timeout_s=0.5), tmp_path)
+        assert time.monotonic() - started < 2.5
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500, 503])
+def test_a_server_that_refuses_is_named_with_its_answer(tmp_path: Path, status: int):
+    refused = pytest.raises(TrackingError, match=rf"answers {status} .*allowed-hosts")
+    with answering(status) as uri, refused:
+        connect(TrackingParams(uri=uri), tmp_path)
+
+
+@pytest.fixture
+def no_aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("MLFLOW_S3_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    return monkeypatch
+
+
+BUCKET = TrackingParams(artifact_location="s3://bucket/x", timeout_s=2)
+
+
+def test_a_bucket_without_credentials_fails_before_work_starts(
+    tmp_path: Path, no_aws: pytest.MonkeyPatch
+):
+    started = time.monotonic()
+    with pytest.raises(TrackingError, match=r"s3://bucket/x' has no credentials: set AWS_ACCESS"):
+        connect(BUCKET, tmp_path)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+        ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_half_a_pair_of_keys_names_the_other_half(
+    tmp_path: Path, no_aws: pytest.MonkeyPatch, given: str, missing: str
+):
+    no_aws.setenv(given, "x")
+    with pytest.raises(TrackingError, match=f"{missing} is not set"):
+        connect(BUCKET, tmp_path)
+
+
+def test_half_a_pair_of_keys_does_not_touch_local_runs(project: Path, no_aws: pytest.MonkeyPatch):
+    no_aws.setenv("AWS_ACCESS_KEY_ID", "x")
+    with open_run(TrackingParams(), root=project, name="train") as run:
+        assert run.run_id
+
+
+def test_a_dead_bucket_address_is_named_within_seconds(tmp_path: Path, no_aws: pytest.MonkeyPatch):
+    no_aws.setenv("AWS_ACCESS_KEY_ID", "x")
+    no_aws.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    started = time.monotonic()
+    with pytest.raises(TrackingError, match=r"cannot be written .*MLFLOW_S3_ENDPOINT_URL \(http"):
+        connect(BUCKET, tmp_path)
+    assert time.monotonic() - started < 8
