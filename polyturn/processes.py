@@ -106,3 +106,13 @@ def _stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def group_is_alive(group: int) -> bool:
+    """Whether a process of this process group still runs."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            if fields and int(fields[2]) == group and fields[0] not in "ZX":
+                return True
+    return False

@@ -33,7 +33,7 @@ def parse_line(line: str) -> ProgressLine | None:
 
 
 class Progress:
-    """Shows how far a loop of `total` steps has come; close it, or use it as a context.
+    """Shows how far a loop of `total` steps (0: unknown) has come; close it, or use it as a context.
 
     On a terminal it is a tqdm bar on stderr. Elsewhere `::progress DONE/TOTAL description key=value ...`
     goes to stdout at most once a second, and always for the first and the last step.
@@ -46,7 +46,7 @@ class Progress:
         self._printed_s = 0.0
         self._bar = None
         if sys.stderr.isatty() and sys.stdout.isatty():
-            self._bar = tqdm(total=total, desc=description, dynamic_ncols=True)
+            self._bar = tqdm(total=total or None, desc=description, dynamic_ncols=True)
 
     def update(self, n: int = 1, **shown: object) -> None:
         """Count `n` more steps and show `shown` beside them (floats with four digits)."""
@@ -57,7 +57,7 @@ class Progress:
             self._bar.update(n)
             return
         now = time.monotonic()
-        if self._done >= self._total or now - self._printed_s >= _INTERVAL_S:
+        if self._done == self._total or now - self._printed_s >= _INTERVAL_S:
             self._printed_s = now
             pairs = " ".join(f"{key}={value}" for key, value in values.items())
             line = ProgressLine(self._done, self._total, f"{self._description} {pairs}".rstrip())

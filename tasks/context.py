@@ -157,6 +157,7 @@ def _log_to(path: Path) -> None:
     """Send INFO to the console and everything of polyturn, with tracebacks, to `path` (of the last run only)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     console = _ConsoleHandler(logging.INFO)
+    console.setFormatter(logging.Formatter("%(message)s"))
     file = logging.FileHandler(path, mode="w")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[console, file], force=True)

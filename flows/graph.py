@@ -1,0 +1,58 @@
+"""The pipeline as DVC sees it: order of the stages, and which are stale for what reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import networkx as nx
+from dvc.repo import Repo
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Stage names in the order in which they run, and for each stale one the reasons, a line each.
+
+    A stage behind a stale one is not stale yet: whether it runs depends on what that one writes.
+    """
+
+    order: tuple[str, ...]
+    stale: Mapping[str, tuple[str, ...]]
+
+
+def read(root: Path) -> Graph:
+    """Read dvc.yaml and dvc.lock of the checkout `root`, and compare them with the files."""
+    with Repo(str(root)) as repo:
+        order = tuple(
+            str(stage.addressing) for stage in reversed(list(nx.topological_sort(repo.index.graph)))
+        )
+        status = cast("Mapping[str, Sequence[object]]", repo.status())
+    return Graph(order, {name: tuple(_reasons(entries)) for name, entries in status.items()})
+
+
+def _reasons(entries: Sequence[object]) -> list[str]:
+    """Flatten DVC's report: [{"changed deps": {"params.yaml": {"train.lr": "modified"}}}, "always changed"]."""
+    lines: list[str] = []
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            lines.append(str(entry))
+            continue
+        for kind, changes in cast("Mapping[str, object]", entry).items():
+            if isinstance(changes, Mapping):
+                lines.extend(_changes(kind, cast("Mapping[str, object]", changes)))
+            else:
+                lines.append(kind)
+    return lines
+
+
+def _changes(kind: str, changes: Mapping[str, object]) -> list[str]:
+    lines: list[str] = []
+    for name, change in changes.items():
+        if isinstance(change, Mapping):
+            keys = cast("Mapping[str, object]", change).items()
+            lines.extend(f"{name}: {key} {how}" for key, how in keys)
+        else:
+            lines.append(f"{kind.removeprefix('changed ').rstrip('s')} {name} {change}")
+    return lines

@@ -1,0 +1,96 @@
+"""What a run came to, read from the files that its stages wrote."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from polyturn import layout
+from tasks.stage import StageReport
+
+_NUM_ENDS = 5  # steps of the reward curve that make its beginning and its end
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the summary table."""
+
+    what: str
+    value: str
+
+
+def read(root: Path) -> list[Row]:
+    """The rows that the files in `root` give; a file that is not there gives none."""
+    rows: list[Row] = []
+    if (root / layout.CURVE).is_file():
+        rows.extend(_reward(root / layout.CURVE))
+    if (root / layout.METRICS).is_file():
+        rows.extend(_accuracy(json.loads((root / layout.METRICS).read_text())))
+    if (root / layout.REGISTERED).is_file():
+        rows.extend(_registered(json.loads((root / layout.REGISTERED).read_text())))
+    return rows
+
+
+def _reward(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        rewards = [float(row["reward"]) for row in csv.DictReader(file) if row["reward"]]
+    if not rewards:
+        return []
+    first, last = rewards[:_NUM_ENDS], rewards[-_NUM_ENDS:]
+    return [
+        Row(
+            "reward while training",
+            f"{sum(first) / len(first):.3f} -> {sum(last) / len(last):.3f}"
+            f" (first and last {len(first)} of {len(rewards)} steps)",
+        )
+    ]
+
+
+def _accuracy(metrics: Mapping[str, object]) -> list[Row]:
+    test = cast("Mapping[str, Mapping[str, Mapping[str, float]]]", metrics["test"])
+    before, after = test["warmstart"], test["policy"]
+    return [
+        Row(f"accuracy, {how}", f"{_interval(before[how])} -> {_interval(after[how])}")
+        for how in ("sampled", "greedy")
+        if how in before and how in after
+    ]
+
+
+def _interval(block: Mapping[str, float]) -> str:
+    return f"{block['accuracy']:.3f} [{block['accuracy_low']:.3f}, {block['accuracy_high']:.3f}]"
+
+
+def _registered(record: Mapping[str, object]) -> list[Row]:
+    alias = f" @{record['alias']}" if record.get("alias") else ""
+    return [Row("registered model", f"{record['name']} version {record['version']}{alias}")]
+
+
+def plan_table(order: Sequence[str], stale: Mapping[str, Sequence[str]]) -> str:
+    """Markdown: which stages would rerun and why."""
+    lines = ["| stage | why it runs |", "|---|---|"]
+    behind = False
+    for name in order:
+        reasons = list(stale.get(name, ()))
+        shown = "; ".join(reasons[:6]) + (
+            f"; and {len(reasons) - 6} more" if len(reasons) > 6 else ""
+        )
+        lines.append(f"| {name} | {shown or ('if an input changes' if behind else 'up to date')} |")
+        behind = behind or bool(reasons)
+    return "\n".join(lines)
+
+
+def stage_table(reports: Sequence[StageReport]) -> str:
+    """Markdown: what became of each stage."""
+    lines = ["| stage | result | seconds |", "|---|---|---|"]
+    lines.extend(f"| {r.stage} | {r.result} | {r.seconds:.1f} |" for r in reports)
+    return "\n".join(lines)
+
+
+def text_table(rows: Sequence[Row]) -> str:
+    """The summary for a terminal."""
+    width = max((len(row.what) for row in rows), default=0)
+    return "\n".join(f"  {row.what:<{width}}  {row.value}" for row in rows)

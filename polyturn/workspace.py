@@ -1,0 +1,200 @@
+"""A checkout to run the pipeline in: params.yaml from recipe plus overrides, and git worktrees of their own."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.representer import RoundTripRepresenter
+
+from polyturn import layout, params
+from polyturn.params import Params, ParamsError, Tree
+
+logger = logging.getLogger(__name__)
+
+RECIPES = Path("recipes")
+_OUTPUTS = (str(layout.DVC_LOCK), str(layout.METRICS), str(layout.REGISTERED))
+
+
+class WorkspaceError(ValueError):
+    """A worktree cannot be made; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The params of a run: what is laid over params.yaml, and the validated whole."""
+
+    changes: Tree
+    params: Params
+
+
+def recipe_names(root: Path) -> list[str]:
+    """Names of the overlays in recipes/, sorted."""
+    return sorted(path.stem for path in (root / RECIPES).glob("*.yaml"))
+
+
+def compose(root: Path, *, recipe: str | None, overrides: Mapping[str, object]) -> Plan:
+    """Lay a recipe and dotted overrides over the checkout's params.yaml and validate the result.
+
+    Raises:
+        ParamsError: the recipe does not exist, or the result is wrong; the message names recipe or key.
+    """
+    base = params.read_tree(root / layout.PARAMS)
+    changes: Tree = {}
+    if recipe is not None:
+        path = root / RECIPES / f"{recipe}.yaml"
+        if not path.is_file():
+            known = ", ".join(recipe_names(root)) or "none"
+            raise ParamsError(f"recipe {recipe!r} is not in {RECIPES}/; known: {known}")
+        changes = params.read_tree(path)
+    changes = params.override(changes, overrides)
+    origin = " + ".join(
+        ["params.yaml", *([recipe] if recipe else []), *(["overrides"] if overrides else [])]
+    )
+    return Plan(changes, params.parse(params.merge(base, changes), origin=origin))
+
+
+def parse_pairs(pairs: Sequence[str]) -> dict[str, object]:
+    """Read `section.key=VALUE` pairs; a value is YAML, so 3, 1e-5, true, null and [1, 2] are what they look like.
+
+    Raises:
+        ParamsError: a pair has no `=`, or its value is no YAML.
+    """
+    overrides: dict[str, object] = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign or not name:
+            raise ParamsError(f"an override is written section.key=VALUE, got {pair!r}")
+        try:
+            overrides[name] = _number(yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise ParamsError(f"override {name}: {value!r} is not valid YAML") from None
+    return overrides
+
+
+def _number(value: object) -> object:
+    """YAML 1.1 takes 1e-5 for text, since it has no dot; people mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def write_params(root: Path, changes: Mapping[str, object]) -> None:
+    """Lay `changes` over the checkout's params.yaml; comments and order stay."""
+    path = root / layout.PARAMS
+    editor = YAML()
+    editor.width = 110
+    editor.indent(mapping=2, sequence=4, offset=2)
+    editor.Representer = _Representer
+    document = editor.load(path.read_text())
+    _update(document, changes)
+    text = io.StringIO()
+    editor.dump(document, text)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text.getvalue())
+    temporary.replace(path)
+
+
+class _Representer(RoundTripRepresenter):
+    """Writes null as `null`, and floats so that YAML 1.1 readers see numbers: 1.0e-05, not 1e-05."""
+
+
+def _represent_float(representer: RoundTripRepresenter, value: float) -> object:
+    text = repr(value)
+    if "e" in text and "." not in text:
+        text = text.replace("e", ".0e")
+    return representer.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+def _represent_none(representer: RoundTripRepresenter, value: None) -> object:
+    return representer.represent_scalar("tag:yaml.org,2002:null", "null")
+
+
+_Representer.add_representer(float, _represent_float)
+_Representer.add_representer(type(None), _represent_none)
+
+
+def _update(document: MutableMapping[str, object], changes: Mapping[str, object]) -> None:
+    for key, value in changes.items():
+        old = document.get(key)
+        if isinstance(old, MutableMapping) and isinstance(value, Mapping):
+            _update(cast("MutableMapping[str, object]", old), cast("Mapping[str, object]", value))
+        else:
+            document[key] = value
+
+
+def create(root: Path, name: str, changes: Mapping[str, object]) -> Path:
+    """Make a git worktree of the current commit with `changes` in its params.yaml; return its path.
+
+    It shares the DVC cache with `root`. A relative data.path or model.path is taken from `root`.
+
+    Raises:
+        WorkspaceError: `root` has uncommitted edits (they would silently not be part of the run), or git fails.
+    """
+    if edits := uncommitted(root):
+        shown = ", ".join(edits[:5]) + (f" and {len(edits) - 5} more" if len(edits) > 5 else "")
+        raise WorkspaceError(
+            f"a run in a worktree of its own starts from a commit, and {shown} is not committed; "
+            "commit or stash it, or run here with `make demo`"
+        )
+    path = root / layout.STATE / "worktrees" / name
+    _git(root, "worktree", "prune")
+    _git(root, "worktree", "add", "--quiet", "--detach", str(path), "HEAD")
+    write_params(path, _absolute_paths(root, changes))
+    _dvc(path, "cache", "dir", "--local", str(_cache_dir(root)))
+    return path
+
+
+def remove(root: Path, path: Path) -> None:
+    """Remove a worktree with everything in it."""
+    _git(root, "worktree", "remove", "--force", str(path))
+
+
+def uncommitted(root: Path) -> list[str]:
+    """Paths with edits that are not committed; the pipeline's own outputs do not count."""
+    lines = _git(root, "status", "--porcelain").splitlines()
+    return [name for line in lines if (name := line[3:]) not in _OUTPUTS]
+
+
+def _absolute_paths(root: Path, changes: Mapping[str, object]) -> Tree:
+    absolute: Tree = dict(changes)
+    for section in ("data", "model"):
+        keys = absolute.get(section)
+        if isinstance(keys, Mapping):
+            path = cast("Mapping[str, object]", keys).get("path")
+            if isinstance(path, str) and (root / path).exists():
+                absolute[section] = {**keys, "path": str((root / path).resolve())}
+    return absolute
+
+
+def _cache_dir(root: Path) -> Path:
+    return Path(_dvc(root, "cache", "dir").strip().splitlines()[-1]).resolve()
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return _run(["git", *arguments], root)
+
+
+def _dvc(root: Path, *arguments: str) -> str:
+    return _run([sys.executable, "-m", "dvc", *arguments], root)
+
+
+def _run(command: Sequence[str], root: Path) -> str:
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise WorkspaceError(
+            f"`{' '.join(command)}` in {root} failed: {' '.join(result.stderr.split())}"
+        )
+    return result.stdout

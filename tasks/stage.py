@@ -1,0 +1,197 @@
+"""The one Prefect task: a stage of dvc.yaml, run by dvc in a process group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import UUID
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.tasks import Task
+
+from polyturn import processes
+from polyturn.progress import ProgressLine, parse_line
+from tasks.console import Console
+from tasks.context import SUPERVISOR, status_file
+from tasks.failure import FAILURE, Outcome
+
+_ARTIFACT_INTERVAL_S = 2.0
+_LOCK_WAIT_S = 120.0  # how long a lock that another dvc holds is waited for
+_GRACE_S = 8.0  # from SIGTERM to SIGKILL
+_LOCKED = ("Unable to acquire lock", "it is being blocked by")
+# dvc's advice to the reader of a terminal
+_NOISE = (
+    "Generating lock file", "Updating lock file", "To track the changes with git", "git add ",
+    "To enable auto staging", "dvc config core.autostage", "Use `dvc push`", "> python -m tasks.",
+)  # fmt: skip
+
+Result = Literal["ran", "restored", "unchanged"]
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What became of a stage: its command ran, its outs came from the cache, or nothing was stale."""
+
+    stage: str
+    result: Result
+    seconds: float
+
+
+class StageFailedError(RuntimeError):
+    """A stage ended badly; `outcome` is what it left in its status file."""
+
+    def __init__(self, stage: str, outcome: Outcome) -> None:
+        super().__init__(f"stage {stage}: {outcome.message} (exit code {outcome.exit_code})")
+        self.outcome = outcome
+
+
+class _WithoutTraceback(logging.Filter):
+    """A stage's failure has been told in one line; where in this file it was noticed says nothing."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(record.exc_info[1], StageFailedError):
+            record.exc_info = None
+        return True
+
+
+for _name in ("prefect.task_runs", "prefect.flow_runs"):
+    logging.getLogger(_name).addFilter(_WithoutTraceback())
+
+
+def _is_worth_a_retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
+    error = state.data
+    return not isinstance(error, StageFailedError) or error.outcome.is_retryable
+
+
+@task(
+    name="dvc-stage",
+    task_run_name="{stage}",
+    cache_policy=NO_CACHE,
+    retries=1,
+    retry_delay_seconds=2,
+    retry_condition_fn=_is_worth_a_retry,
+)
+def run_dvc_stage(stage: str, root: Path, env: Mapping[str, str]) -> StageReport:
+    """Bring one stage up to date with `dvc repro --single-item` in the checkout `root`.
+
+    `env` is laid over this process's environment. The whole process group ends when the task does.
+
+    Raises:
+        StageFailedError: the stage or dvc failed.
+    """
+    started = time.monotonic()
+    while True:
+        output = _repro(stage, root, env)
+        if output.returncode == 0:
+            return StageReport(stage, output.result, time.monotonic() - started)
+        if not output.is_locked or time.monotonic() - started > _LOCK_WAIT_S:
+            raise StageFailedError(stage, _outcome(root, stage, output))
+        get_run_logger().info("another dvc works on an input or output of %s; waiting", stage)
+        time.sleep(2)
+
+
+@dataclass
+class _Output:
+    """What dvc's lines tell."""
+
+    returncode: int = 0
+    result: Result = "unchanged"
+    is_locked: bool = False
+    last_error: str = ""
+
+    def read(self, line: str) -> None:
+        if line.startswith("Running stage"):
+            self.result = "ran"
+        elif "is cached - skipping run" in line:
+            self.result = "restored"
+        elif line.startswith("ERROR:"):
+            self.last_error = line.removeprefix("ERROR:").strip()
+        self.is_locked = self.is_locked or any(text in line for text in _LOCKED)
+
+
+def _repro(stage: str, root: Path, env: Mapping[str, str]) -> _Output:
+    (root / status_file(stage)).unlink(missing_ok=True)
+    console = Console(get_run_logger().info)
+    progress = _ProgressArtifact(stage)
+    output = _Output()
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "dvc", "repro", "--single-item", stage],
+        cwd=root,
+        env={**os.environ, **env, SUPERVISOR: str(processes.current())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            text = line.rstrip()
+            output.read(text)
+            if shown := parse_line(text):
+                console.progress(shown)
+                progress.show(shown)
+            elif text.strip() and not text.strip().startswith(_NOISE):
+                console.line(text)
+        output.returncode = process.wait()
+    except BaseException:
+        _end_group(process)
+        raise
+    finally:
+        console.close()
+    return output
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End dvc, the stage and the stage's children."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        end = time.monotonic() + _GRACE_S
+        while time.monotonic() < end:
+            process.poll()
+            if not processes.group_is_alive(process.pid):
+                return
+            time.sleep(0.1)
+
+
+def _outcome(root: Path, stage: str, output: _Output) -> Outcome:
+    """The stage's own word if it left one, else dvc's."""
+    path = root / status_file(stage)
+    if path.is_file():
+        status = json.loads(path.read_text())
+        if status["exit_code"]:
+            return Outcome(status["exit_code"], status["message"])
+    return Outcome(FAILURE, output.last_error or f"dvc repro exited with {output.returncode}")
+
+
+class _ProgressArtifact:
+    """Prefect's progress bar of a stage, made with the first step."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._id: UUID | None = None
+        self._shown_s = 0.0
+
+    def show(self, line: ProgressLine) -> None:
+        percent = min(100.0, 100.0 * line.done / max(1, line.total))
+        if self._id is None:
+            self._id = create_progress_artifact(
+                percent, key=f"progress-{self._stage}", description=line.text
+            )  # pyright: ignore[reportAttributeAccessIssue]
+        elif time.monotonic() - self._shown_s >= _ARTIFACT_INTERVAL_S or line.done == line.total:
+            update_progress_artifact(self._id, percent, description=line.text)
+            self._shown_s = time.monotonic()

@@ -1,0 +1,35 @@
+"""What all tests share: a quiet offline environment, and throw-away projects whose stages do what a test needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polyturn import environment
+from tests.toy_project import ToyProject
+
+ROOT = Path(__file__).resolve().parent.parent
+
+environment.apply()
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout under test."""
+    return ROOT
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Callable[..., ToyProject]:
+    """Make a git repository in which each named stage runs the given body (see ToyProject.create)."""
+
+    def make(**bodies: str) -> ToyProject:
+        return ToyProject.create(tmp_path / "toy", source=ROOT, bodies=bodies)
+
+    return make
