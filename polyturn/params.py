@@ -47,38 +47,52 @@ class DataParams(Section):
     """Where problems come from."""
 
     source: str = "synthetic"  # synthetic | geo3k | "module:attr" of a load(split) source
-    path: str | None = None  # geo3k: directory, .jsonl, .parquet, s3:// URI or Hugging Face dataset id
+    path: str | None = (
+        None  # geo3k: directory, .jsonl, .parquet, s3:// URI or Hugging Face dataset id
+    )
     revision: str | None = None  # pinned revision of a Hugging Face dataset id
     base_url: str | None = None  # prefix that turns relative image paths into URLs
     num_train: PositiveInt | None = 1024  # None: all rows of the split (synthetic needs a number)
     num_validation: PositiveInt | None = 256  # scored by train.eval_every
     num_test: PositiveInt | None = 512  # scored by the evaluate stage only
     dedup_splits: bool = True  # set evaluation rows aside whose picture is also in train
-    problem_key: str = "problem"  # column of the prompt: text with <image> tags, typed parts or messages
+    problem_key: str = (
+        "problem"  # column of the prompt: text with <image> tags, typed parts or messages
+    )
     answer_key: str = "answer"  # column of the reference answer
     images_key: str = "images"  # column of the pictures: one or a list
     on_bad_line: Literal["set_aside", "stop"] = "set_aside"  # a line of a .jsonl that is no JSON
-    add_image_tag: bool = True  # a row with pictures and no <image> tag gets them in front; else set aside
+    add_image_tag: bool = (
+        True  # a row with pictures and no <image> tag gets them in front; else set aside
+    )
     synthetic: SyntheticParams = SyntheticParams()
 
 
 class ImagesParams(Section):
     """How image URLs become checked, hashed PNGs."""
 
-    serve_host: str | None = "figures.polyturn.test"  # URLs of this host are served by the stage on loopback
+    serve_host: str | None = (
+        "figures.polyturn.test"  # URLs of this host are served by the stage on loopback
+    )
     allow_hosts: tuple[str, ...] = ()  # hosts (or host:port) that may resolve to private addresses
-    size_multiple: PositiveInt = 16  # final sides are multiples of it: patch size x merge size of the model
+    size_multiple: PositiveInt = (
+        16  # final sides are multiples of it: patch size x merge size of the model
+    )
     min_side: PositiveInt = 16  # smaller pictures are set aside
     max_aspect_ratio: PositiveFloat = 100.0  # longer side / shorter side
     max_pixels: PositiveInt = 1_048_576  # larger pictures are scaled down to it
-    max_input_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = 89_478_485  # refused from the header, before decoding
+    max_input_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = (
+        89_478_485  # refused from the header, before decoding
+    )
     max_bytes: PositiveInt = 20_000_000  # of one fetched body, enforced while streaming
     max_bad_fraction: Fraction = 0.02  # more rows than this set aside stop the run
     concurrency: PositiveInt = 32  # requests in flight, over all hosts
     per_host: PositiveInt = 16  # requests in flight to one host
     connect_timeout_s: PositiveFloat = 5.0
     read_timeout_s: PositiveFloat = 15.0
-    total_timeout_s: PositiveFloat = 60.0  # one image: all redirects, attempts and waits between them
+    total_timeout_s: PositiveFloat = (
+        60.0  # one image: all redirects, attempts and waits between them
+    )
     num_threads: PositiveInt = 2  # of decoding and encoding
     retries: NonNegativeInt = 4  # on 429, 5xx, timeouts and resets
     backoff_s: NonNegativeFloat = 0.5  # first wait; doubles, with jitter
@@ -127,6 +141,7 @@ class ModelParams(Section):
     revision: str | None = None  # pinned revision of a hub id; the resolved hash is recorded
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["sdpa", "eager"] = "sdpa"
+    max_positions: PositiveInt = 4096  # of the small model's rotary embedding
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are set aside by data.fit()
     small: SmallModelParams = SmallModelParams()
 
@@ -139,7 +154,9 @@ class PhaseParams(Section):
     batch_size: PositiveInt = 64
     max_steps: PositiveInt
     gate_kind: str | None = None  # the kind whose answer loss is watched
-    gate_nats: PositiveFloat | None = None  # the phase ends when that loss (nats per answer, mean of
+    gate_nats: PositiveFloat | None = (
+        None  # the phase ends when that loss (nats per answer, mean of
+    )
     gate_window: PositiveInt = 10  # the last gate_window steps) is below
     decay_steps: NonNegativeInt = 0  # linear decay to 3% after the gate
 
@@ -154,7 +171,9 @@ class WarmstartParams(Section):
     weight_decay: NonNegativeFloat = 0.01
     grad_clip: PositiveFloat = 1.0
     phases: tuple[PhaseParams, ...] = ()
-    example_params: dict[str, float] = Field(default_factory=dict)  # passed to the examples callable
+    example_params: dict[str, float] = Field(
+        default_factory=dict
+    )  # passed to the examples callable
 
 
 class EnvParams(Section):
@@ -192,7 +211,9 @@ class RolloutParams(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     max_turns: PositiveInt = 6
     max_new_tokens: PositiveInt = 192  # sampled tokens over all turns
-    max_turn_tokens: PositiveInt | None = 24  # sampled tokens of one turn; None: no limit of its own
+    max_turn_tokens: PositiveInt | None = (
+        24  # sampled tokens of one turn; None: no limit of its own
+    )
     max_context_tokens: PositiveInt = 1024  # prompt, pads, replies and observations together
     temperature: PositiveFloat = 1.0
 
@@ -259,9 +280,13 @@ class TrainParams(Section):
     updates_per_rollout: PositiveInt = 2
     eval_every: PositiveInt = 20  # steps between scores on the validation split
     checkpoint_every: PositiveInt = 20
-    resume: str = "auto"  # auto: continue an equal key; never: start anew; RUN_ID: continue that run
+    resume: str = (
+        "auto"  # auto: continue an equal key; never: start anew; RUN_ID: continue that run
+    )
     work_uri: str = ""  # where checkpoints in progress live; empty: .polyturn/work
-    max_logprob_gap: PositiveFloat = 0.5  # mean |sampler - learner| logprob above which the run stops
+    max_logprob_gap: PositiveFloat = (
+        0.5  # mean |sampler - learner| logprob above which the run stops
+    )
 
 
 class EvaluateParams(Section):
@@ -270,7 +295,9 @@ class EvaluateParams(Section):
     temperature: PositiveFloat = 1.0
     samples_per_problem: PositiveInt = 1  # pass@k for k up to it
     greedy: bool = True  # score argmax decoding as well
-    env_params: dict[str, object] = Field(default_factory=dict)  # over env.params, e.g. {oracle: false}
+    env_params: dict[str, object] = Field(
+        default_factory=dict
+    )  # over env.params, e.g. {oracle: false}
     bootstrap_samples: PositiveInt = 2000
     batch_size: PositiveInt = 128  # trajectories sampled together
     num_saved_trajectories: NonNegativeInt = 24  # kept with pictures for the report
@@ -280,7 +307,9 @@ class RegistryParams(Section):
     """The MLflow model registry."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w. -]*$")] = "polyturn-geo3k"
-    min_gain: NonNegativeFloat = 0.0  # the champion moves when accuracy exceeds the old one's by more
+    min_gain: NonNegativeFloat = (
+        0.0  # the champion moves when accuracy exceeds the old one's by more
+    )
 
 
 class TrackingParams(Section):
@@ -365,7 +394,9 @@ def read_tree(path: Path) -> Tree:
     try:
         tree = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise ParamsError(f"{path} does not exist; run from the checkout or name another file") from None
+        raise ParamsError(
+            f"{path} does not exist; run from the checkout or name another file"
+        ) from None
     except yaml.YAMLError as error:
         raise ParamsError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

@@ -223,15 +223,16 @@ class TrainingSample:
 class Batch:
     """One padded micro-batch (B rows, T tokens); the only noun that holds tensors.
 
-    token_ids [B, T] int64, right padded; loss_mask [B, T] bool; logprobs, advantages [B, T] float32;
-    position_ids [3, B, T] int64 (M-RoPE: temporal, height, width); images: the distinct pictures;
-    image_rows: for each picture slot in reading order over rows, its index into `images`.
+    token_ids [B, T] int64, right padded; loss_mask [B, T] bool; logprobs (the sampler's), advantages and weights
+    (of each token in the loss) [B, T] float32; position_ids [3, B, T] int64 (M-RoPE: temporal, height, width);
+    images: the distinct pictures; image_rows: for each picture slot in reading order, its index into `images`.
     """
 
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
     logprobs: torch.Tensor
     advantages: torch.Tensor
+    weights: torch.Tensor
     position_ids: torch.Tensor
     images: tuple[ImageRecord, ...]
     image_rows: tuple[int, ...]

@@ -1,0 +1,264 @@
+"""One trajectory under construction: two id streams, mask, logprobs, limits and the environment's answers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from polyturn.envs.base import Env, EnvContext, ToolSchema, build, observation_message
+from polyturn.params import EnvParams, RolloutParams
+from polyturn.render import Rendered, Renderer
+from polyturn.sampler.base import Reply, SampleRequest
+from polyturn.seeds import derive
+from polyturn.types import ImageRecord, Json, Message, Problem, StopReason, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """What all trajectories of a rollout share; `seed` is the rollout's, already derived from run and step."""
+
+    renderer: Renderer
+    build_env: Callable[..., object]
+    env: EnvParams
+    rollout: RolloutParams
+    seed: int
+    temperature: float
+
+
+class TokenMismatchError(Exception):
+    """The engine's prompt is not ours."""
+
+
+@dataclass
+class Episode:
+    """Takes replies until the environment is done or a limit is reached; then `finish()` gives the trajectory.
+
+    The loop alone owns the limits: an observation that no reply can follow is neither rendered nor kept.
+    """
+
+    settings: EpisodeSettings
+    problem: Problem
+    group_index: int
+    sibling: int
+    stop_reason: StopReason | None = None
+    error: str | None = None
+    env: Env | None = None
+    _turns: list[Turn] = field(default_factory=list)
+    _engine_ids: list[int] = field(default_factory=list)
+    _token_ids: list[int] = field(default_factory=list)
+    _loss_mask: list[int] = field(default_factory=list)
+    _logprobs: list[float] = field(default_factory=list)
+    _images: list[ImageRecord] = field(default_factory=list)
+    _num_sampled: int = 0
+    _policy_version: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further reply is wanted."""
+        return self.stop_reason is not None
+
+    @property
+    def session(self) -> str:
+        """Name of the trajectory for the sampler."""
+        return f"{self.group_index}/{self.sibling}"
+
+    async def start(self) -> None:
+        """Build the environment, show the prompt (with the env's tools and first observation)."""
+        try:
+            context = EnvContext(
+                self.problem,
+                self.settings.env.params,
+                self.settings.rollout.max_turns,
+                derive(self.settings.seed, "env", self.problem.id, self.sibling),
+            )
+            self.env = build(self.settings.build_env, context)
+            first = await self._reset(self.env, context.seed)
+        except (
+            Exception
+        ) as error:  # a bad environment is data: the trajectory fails, the run goes on
+            self._fail(StopReason.ENV_ERROR, error)
+            return
+        tools = cast("Sequence[ToolSchema]", getattr(self.env, "tools", ()) or ())
+        messages = [*self.problem.messages, *([first] if first else [])]
+        self._append(
+            self.settings.renderer.prompt(
+                messages, tools if self.settings.env.tools_in_prompt else ()
+            )
+        )
+        if len(self._token_ids) >= self.settings.rollout.max_context_tokens:
+            self.stop_reason = StopReason.MAX_CONTEXT
+
+    def request(self) -> SampleRequest:
+        """What to ask the sampler for next."""
+        return SampleRequest(
+            session=self.session,
+            engine_ids=tuple(self._engine_ids),
+            images=tuple(self._images),
+            seed=derive(
+                self.settings.seed, "sample", self.problem.id, self.sibling, len(self._turns)
+            ),
+            max_new_tokens=self._budget(),
+            temperature=self.settings.temperature,
+        )
+
+    async def advance(self, reply: Reply) -> None:
+        """Take a reply, verbatim; step the environment; show its observation if another reply can follow."""
+        if reply.finish_reason in ("abort", "error"):
+            self.stop_reason = (
+                StopReason.ABORT if reply.finish_reason == "abort" else StopReason.SAMPLER_ERROR
+            )
+            self.error = reply.error
+            return
+        if reply.prompt_length != len(self._token_ids):
+            self._fail(
+                StopReason.TOKEN_MISMATCH,
+                TokenMismatchError(
+                    f"the engine's prompt has {reply.prompt_length} tokens, ours {len(self._token_ids)}"
+                ),
+            )
+            return
+        if not self._turns:
+            self._policy_version = reply.weight_version
+        self._take(reply)
+        text = self.settings.renderer.decode(reply.token_ids)
+        if reply.finish_reason == "length":
+            self._close_turn(reply, text, None, {})
+            self.stop_reason = self._limit_reached()
+            return
+        try:
+            observation, is_done, info = await self._step(text)
+            message = None if is_done else observation_message(cast("Env", self.env), observation)
+        except TimeoutError as error:
+            self._close_turn(reply, text, None, {})
+            self._fail(StopReason.ENV_TIMEOUT, error)
+            return
+        except (
+            Exception
+        ) as error:  # a bad environment is data: the trajectory fails, the run goes on
+            self._close_turn(reply, text, None, {})
+            self._fail(StopReason.ENV_ERROR, error)
+            return
+        self._close_turn(reply, text, self._show(message), info)
+
+    async def finish(self) -> Trajectory:
+        """Close the environment and freeze the trajectory."""
+        close = getattr(self.env, "close", None)
+        if callable(close):
+            try:
+                await self._call(close)
+            except Exception as error:  # closing can no longer change what was sampled
+                logger.warning("env.close of problem %s failed: %s", self.problem.id, error)
+        assert self.stop_reason is not None
+        return Trajectory(
+            problem=self.problem,
+            group_index=self.group_index,
+            sibling=self.sibling,
+            turns=tuple(self._turns),
+            token_ids=np.array(self._token_ids, dtype=np.int64),
+            loss_mask=np.array(self._loss_mask, dtype=np.int8),
+            logprobs=np.array(self._logprobs, dtype=np.float32),
+            images=tuple(self._images),
+            stop_reason=self.stop_reason,
+            policy_version=self._policy_version,
+            error=self.error,
+        )
+
+    # -- streams ----------------------------------------------------------------------------------------------
+
+    def _append(self, rendered: Rendered) -> None:
+        self._engine_ids += rendered.engine_ids
+        self._token_ids += rendered.token_ids
+        self._loss_mask += [0] * len(rendered.token_ids)
+        self._logprobs += [0.0] * len(rendered.token_ids)
+        self._images += rendered.images
+
+    def _take(self, reply: Reply) -> None:
+        self._engine_ids += reply.token_ids
+        self._token_ids += reply.token_ids
+        self._loss_mask += [1] * len(reply.token_ids)
+        self._logprobs += reply.logprobs
+        self._num_sampled += len(reply.token_ids)
+
+    def _close_turn(
+        self, reply: Reply, text: str, observation: Message | None, info: Mapping[str, Json]
+    ) -> None:
+        self._turns.append(Turn(reply.token_ids, reply.logprobs, text, observation, info))
+
+    def _show(self, message: Message | None) -> Message | None:
+        """Append an observation if a reply can follow it; else stop and drop it."""
+        limits = self.settings.rollout
+        if message is None:
+            self.stop_reason = StopReason.ENV_DONE
+        elif len(self._turns) + 1 >= limits.max_turns:
+            self.stop_reason = StopReason.MAX_TURNS
+        elif self._num_sampled >= limits.max_new_tokens:
+            self.stop_reason = StopReason.MAX_NEW_TOKENS
+        else:
+            rendered = self.settings.renderer.observation(message)
+            if len(self._token_ids) + len(rendered.token_ids) < limits.max_context_tokens:
+                self._append(rendered)
+                return message
+            self.stop_reason = StopReason.MAX_CONTEXT
+        return None
+
+    def _budget(self) -> int:
+        """Tokens that the next reply may have (at least 1 while the episode is not done)."""
+        limits = self.settings.rollout
+        return min(
+            limits.max_new_tokens - self._num_sampled,
+            limits.max_context_tokens - len(self._token_ids),
+            limits.max_turn_tokens or limits.max_new_tokens,
+        )
+
+    def _limit_reached(self) -> StopReason:
+        is_full = len(self._token_ids) >= self.settings.rollout.max_context_tokens
+        return StopReason.MAX_CONTEXT if is_full else StopReason.MAX_NEW_TOKENS
+
+    def _fail(self, reason: StopReason, error: Exception) -> None:
+        self.stop_reason = reason
+        self.error = f"{type(error).__name__}: {error}"[:500]
+        logger.warning(
+            "problem %s sibling %d: %s: %s", self.problem.id, self.sibling, reason, self.error
+        )
+
+    # -- environment ------------------------------------------------------------------------------------------
+
+    async def _step(self, text: str) -> tuple[object, bool, Mapping[str, Json]]:
+        answered = await self._call(cast("Env", self.env).step, text)
+        if not (isinstance(answered, tuple) and len(cast("tuple[object, ...]", answered)) == 3):
+            raise TypeError(
+                f"step() must return (observation, done, info), got {type(answered).__name__}"
+            )
+        observation, is_done, info = cast(
+            "tuple[object, object, Mapping[str, Json] | None]", answered
+        )
+        return observation, bool(is_done), info or {}
+
+    async def _reset(self, env: Env, seed: int) -> Message | None:
+        """Reset the environment if it can be; its first observation, if it has one, joins the prompt."""
+        reset = getattr(env, "reset", None)
+        if not callable(reset):
+            return None
+        accepts_seed = "seed" in inspect.signature(reset).parameters
+        answered = await self._call(reset, **({"seed": seed} if accepts_seed else {}))
+        observation = (
+            cast("tuple[object, ...]", answered)[0] if isinstance(answered, tuple) else answered
+        )
+        is_empty = observation is None or observation in ("", {})
+        return None if is_empty else observation_message(env, observation)
+
+    async def _call(self, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Call an env method under the time limit; a synchronous one runs off the event loop."""
+        if inspect.iscoroutinefunction(method):
+            answer = cast("asyncio.Future[object]", method(*args, **kwargs))
+        else:
+            answer = asyncio.to_thread(method, *args, **kwargs)
+        return await asyncio.wait_for(answer, self.settings.env.step_timeout_s)

@@ -1,0 +1,91 @@
+"""Scores a policy on a split: every problem tried, accuracy with a bootstrap interval, pass@k, turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from polyturn.metrics import trajectories_of
+from polyturn.params import Params
+from polyturn.render import Renderer
+from polyturn.rollout import Draw, RolloutSettings, rollout
+from polyturn.sampler.base import Sampler
+from polyturn.seeds import derive
+from polyturn.statistics import bootstrap_interval, pass_at_k
+from polyturn.types import Group, Problem, Status
+
+CORRECT = 1.0  # a trajectory whose reward reaches it counts as solved
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """How a policy is scored; `temperature` 0 is greedy (one try per problem is then enough)."""
+
+    seed: int
+    samples_per_problem: int
+    temperature: float
+    batch_size: int
+    bootstrap_samples: int
+
+
+def evaluation_settings(params: Params) -> RolloutSettings:
+    """Training's settings under evaluate.env_params (e.g. an oracle switched off)."""
+    env = params.env.model_copy(
+        update={"params": {**params.env.params, **params.evaluate.env_params}}
+    )
+    return replace(RolloutSettings.of(params), env=env)
+
+
+async def evaluate(
+    problems: Sequence[Problem],
+    sampler: Sampler,
+    renderer: Renderer,
+    settings: RolloutSettings,
+    plan: EvaluationPlan,
+    on_batch: Callable[[int], None] = lambda _: None,
+) -> list[Group]:
+    """Try every problem; problems are sampled together in batches, `on_batch` hears how many are done."""
+    per_batch = max(1, plan.batch_size // plan.samples_per_problem)
+    groups: list[Group] = []
+    for first in range(0, len(problems), per_batch):
+        draw = Draw(derive(plan.seed, "batch", first), plan.samples_per_problem, plan.temperature)
+        chunk = problems[first : first + per_batch]
+        for group in await rollout(chunk, sampler, renderer, settings, draw):
+            groups.append(Group(first + group.index, group.trajectories))
+        on_batch(len(chunk))
+    return groups
+
+
+def is_correct(reward: float | None) -> bool:
+    """Whether a reward counts as solved; a failed trajectory (None) does not."""
+    return reward is not None and reward >= CORRECT
+
+
+def summarize(groups: Sequence[Group], plan: EvaluationPlan) -> Mapping[str, float]:
+    """Accuracy (mean over problems of the share of correct tries) with its 95% interval over problems, and more.
+
+    Failed trajectories count as wrong, and their share is in `failed_fraction`.
+    """
+    correct = [[is_correct(t.reward) for t in group.trajectories] for group in groups]
+    shares = [float(np.mean(tries)) for tries in correct]
+    interval = bootstrap_interval(shares, num_samples=plan.bootstrap_samples, seed=plan.seed)
+    trajectories = trajectories_of(groups)
+    count = len(trajectories)
+    summary = {
+        "accuracy": float(np.mean(shares)),
+        "accuracy_low": interval.low,
+        "accuracy_high": interval.high,
+        "turns_mean": float(np.mean([len(t.turns) for t in trajectories])),
+        "tokens_mean": float(np.mean([t.num_sampled for t in trajectories])),
+        "images_mean": float(np.mean([len(t.images) for t in trajectories])),
+        "truncated_fraction": sum(t.status is Status.TRUNCATED for t in trajectories) / count,
+        "failed_fraction": sum(not t.status.is_rewarded for t in trajectories) / count,
+    }
+    k = 1
+    while k <= plan.samples_per_problem:
+        scores = [pass_at_k(len(tries), sum(tries), k) for tries in correct]
+        summary[f"pass@{k}"] = float(np.mean(scores))
+        k *= 2
+    return summary

@@ -1,0 +1,96 @@
+"""Token ids, positions and visual features -> hidden states -> logprobs; shared by sampler and learner.
+
+Shapes: B rows, T tokens, H hidden size, V vocabulary, N selected tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from polyturn.model import Policy
+from polyturn.vision import Features
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Logprob of each selected token and entropy of its distribution, both [N] float32."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def hidden_states(
+    policy: Policy,
+    token_ids: Tensor,
+    position_ids: Tensor,
+    features: Sequence[Features],
+    *,
+    mask: Tensor | None = None,
+    cache: object | None = None,
+) -> Tensor:
+    """Run the decoder; returns [B, T, H].
+
+    token_ids [B, T]; position_ids [3, B, T]; features: of every picture in reading order over rows;
+    mask [B, 1, T, K] bool (True: may attend) or None for causal; cache: keys and values of earlier calls.
+
+    Raises:
+        ValueError: the number of image pads is not the number of visual tokens.
+    """
+    decoder = policy.model.model.language_model
+    embeddings = decoder.embed_tokens(token_ids)
+    extra: dict[str, object] = {}
+    is_pad = token_ids == policy.family.image_token_id
+    num_pads = int(is_pad.sum())
+    num_visual = sum(len(feature.levels[0]) for feature in features)
+    if num_pads != num_visual:
+        raise ValueError(f"{num_pads} image pads in the batch, but {num_visual} visual tokens")
+    if features:
+        levels = [
+            torch.cat(level).to(embeddings.dtype)
+            for level in zip(*(f.levels for f in features), strict=True)
+        ]
+        rows = is_pad.view(-1).nonzero()[:, 0]
+        flat = embeddings.reshape(-1, embeddings.shape[-1])
+        embeddings = flat.index_copy(0, rows, levels[0]).view_as(embeddings)
+        if len(levels) > 1:
+            extra = {"visual_pos_masks": is_pad, "deepstack_visual_embeds": levels[1:]}
+    if cache is not None:
+        extra[_cache_argument(type(decoder))] = cache
+    output = decoder(
+        inputs_embeds=embeddings,
+        position_ids=position_ids,
+        attention_mask=mask,
+        use_cache=False,
+        **extra,
+    )
+    return cast("Tensor", output.last_hidden_state)
+
+
+@functools.cache
+def _cache_argument(decoder: type[torch.nn.Module]) -> str:
+    """transformers 5.24 calls it `cache`, 5.12 (SGLang's pin) `past_key_values`."""
+    names = inspect.signature(inspect.unwrap(decoder.forward)).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def token_distribution(policy: Policy, hidden: Tensor, temperature: float | Tensor) -> Tensor:
+    """Log-probabilities [N, V] under the sampler's distribution: temperature applied, image tokens banned."""
+    logits = policy.model.lm_head(hidden).float() / temperature
+    logits[:, list(policy.family.banned_ids)] = -torch.inf
+    return logits.log_softmax(-1)
+
+
+def score(policy: Policy, hidden: Tensor, targets: Tensor, temperature: float) -> Scores:
+    """Score target tokens; hidden [N, H] are the states *before* each target, targets [N]."""
+    distribution = token_distribution(policy, hidden, temperature)
+    logprobs = distribution.gather(-1, targets[:, None])[:, 0]
+    with torch.no_grad():
+        entropy = -(distribution.exp() * distribution.clamp(min=-1e4)).sum(-1)
+    return Scores(logprobs, entropy)

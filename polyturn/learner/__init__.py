@@ -1,0 +1,1 @@
+"""Learners turn batches into new weights; base.py holds the protocol."""

@@ -1,0 +1,63 @@
+"""The learner protocol: logprobs, one optimizer update, weights out, state in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from polyturn.types import TrainingSample
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradients are not finite; the update was not applied."""
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What one optimizer update did; means are over its trained tokens.
+
+    `logprob_gap_*` compare the learner's logprobs with the sampler's; for the first update after a rollout the
+    weights are the same, so that they measure numerics alone.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    clip_fraction: float
+    kl: float
+    entropy: float
+    logprob_gap_mean: float
+    logprob_gap_max: float
+    max_ratio_error: float
+
+
+class Learner(Protocol):
+    """What trains: FSDP2 (also one CPU process) or Megatron-Core."""
+
+    def update(
+        self, samples: Sequence[TrainingSample], *, lr_scale: float, is_on_policy: bool
+    ) -> UpdateStats:
+        """One optimizer update over `samples`; see the implementation for `is_on_policy`.
+
+        Raises:
+            NonFiniteError: loss or gradients are not finite; the weights are as before.
+        """
+        ...
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters under their Hugging Face names (collective)."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write weights and optimizer state."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote."""
+        ...

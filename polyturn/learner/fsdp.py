@@ -1,0 +1,161 @@
+"""The learner in plain PyTorch: one process, AdamW on the Hugging Face modules.
+
+Sharding over several processes (fully_shard) is not in this version: learner.num_processes must be 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from polyturn import vision
+from polyturn.batching import collate, micro_batches
+from polyturn.learner.base import NonFiniteError, UpdateStats
+from polyturn.learner.scoring import gradient_norm, score_batch, trained
+from polyturn.loss import policy_loss, token_weights
+from polyturn.model import Policy
+from polyturn.params import LearnerParams, LossParams
+from polyturn.render import Renderer
+from polyturn.types import Batch, TrainingSample
+
+STATE_FILE = "learner.pt"
+
+
+@dataclass
+class _Sums:
+    """Running sums of an update over its micro-batches."""
+
+    loss: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0
+    entropy: float = 0.0
+    gap: float = 0.0
+    gap_max: float = 0.0
+    ratio_error: float = 0.0
+    num_tokens: int = 0
+
+
+@dataclass
+class FsdpLearner:
+    """Trains a policy in place; see the module docstring for its limits."""
+
+    policy: Policy
+    renderer: Renderer
+    params: LearnerParams
+    loss: LossParams
+    temperature: float
+    _frozen_features: dict[str, vision.Features] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.params.num_processes != 1:
+            raise ValueError(
+                f"learner.num_processes is {self.params.num_processes}; this version trains in one process, set it to 1"
+            )
+        self._reader = vision.PatchReader(self.policy)
+        self.policy.model.model.visual.requires_grad_(not self.params.freeze_vision)
+        self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=self.params.lr,
+            betas=self.params.betas,
+            weight_decay=self.params.weight_decay,
+        )
+
+    def update(
+        self, samples: Sequence[TrainingSample], *, lr_scale: float, is_on_policy: bool
+    ) -> UpdateStats:
+        """One optimizer update over `samples` in micro-batches; the result does not depend on their size.
+
+        With `is_on_policy` the old logprobs are the learner's own, detached (the ratio is 1 and its gradient that
+        of the policy gradient); else they are the sampler's.
+
+        Raises:
+            NonFiniteError: loss or gradients are not finite; the weights are as before.
+        """
+        lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
+        weights = token_weights(lengths, self.loss).tolist()
+        learning_rate = self.params.lr * lr_scale
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.zero_grad(set_to_none=True)
+        sums = _Sums()
+        for indices in micro_batches(samples, self.params.micro_batch_tokens):
+            batch = collate(
+                [samples[i] for i in indices], [weights[i] for i in indices], self.renderer
+            )
+            self._accumulate(batch, sums, is_on_policy=is_on_policy)
+        norm = gradient_norm(self._parameters, self.params.grad_clip)
+        if not (math.isfinite(sums.loss) and math.isfinite(norm)):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteError(f"loss {sums.loss}, gradient norm {norm}")
+        if sums.num_tokens:
+            self._optimizer.step()
+        tokens = max(1, sums.num_tokens)
+        return UpdateStats(
+            loss=sums.loss,
+            grad_norm=norm,
+            lr=learning_rate,
+            num_tokens=sums.num_tokens,
+            clip_fraction=sums.clipped / tokens,
+            kl=sums.kl / tokens,
+            entropy=sums.entropy / tokens,
+            logprob_gap_mean=sums.gap / tokens,
+            logprob_gap_max=sums.gap_max,
+            max_ratio_error=sums.ratio_error,
+        )
+
+    def _accumulate(self, batch: Batch, sums: _Sums, *, is_on_policy: bool) -> None:
+        scores = score_batch(self.policy, batch, self._features(batch), self.temperature)
+        sampled = trained(batch, batch.logprobs)
+        old = scores.logprobs.detach() if is_on_policy else sampled
+        terms = policy_loss(
+            scores.logprobs,
+            old,
+            trained(batch, batch.advantages),
+            trained(batch, batch.weights),
+            self.loss,
+        )
+        terms.loss.backward()
+        gap = (scores.logprobs.detach() - sampled).abs()
+        sums.loss += float(terms.loss.detach())
+        sums.clipped += float(terms.clipped)
+        sums.kl += float(terms.kl)
+        sums.entropy += float(scores.entropy.sum())
+        sums.gap += float(gap.sum())
+        sums.gap_max = max(sums.gap_max, float(gap.max()) if len(gap) else 0.0)
+        sums.ratio_error = max(sums.ratio_error, float(terms.max_ratio_error))
+        sums.num_tokens += len(gap)
+
+    def _features(self, batch: Batch) -> dict[str, vision.Features]:
+        """Visual features by hash; a frozen tower encodes each picture once for the whole run."""
+        if not self.params.freeze_vision:
+            encoded = vision.encode(self.policy, self._reader, batch.images)
+            return {
+                image.sha256: feature for image, feature in zip(batch.images, encoded, strict=True)
+            }
+        missing = [image for image in batch.images if image.sha256 not in self._frozen_features]
+        with torch.no_grad():
+            encoded = vision.encode(self.policy, self._reader, missing)
+        self._frozen_features.update({i.sha256: f for i, f in zip(missing, encoded, strict=True)})
+        return self._frozen_features
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters under their Hugging Face names, the live storage."""
+        for name, parameter in self.policy.model.named_parameters(remove_duplicate=False):
+            yield name, parameter.data
+
+    def save(self, directory: Path) -> None:
+        """Write weights and optimizer state to `directory`/learner.pt."""
+        state = {"model": self.policy.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        torch.save(state, directory / STATE_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote."""
+        state = torch.load(directory / STATE_FILE, weights_only=True)
+        self.policy.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,111 @@
+"""Metrics of a training step, under slime's names where slime has them; defined here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+
+from polyturn.envs.tools import ToolCallError, parse_tool_calls
+from polyturn.learner.base import UpdateStats
+from polyturn.statistics import bootstrap_interval
+from polyturn.types import Group, Status, StopReason, Trajectory
+
+Metrics = dict[str, float]
+
+
+def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
+    """All trajectories in (group, sibling) order."""
+    return list(chain.from_iterable(group.trajectories for group in groups))
+
+
+def rollout_metrics(groups: Sequence[Group], *, seed: int) -> Metrics:
+    """What a rollout batch was like; `seed` is for the bootstrap band of the reward over groups."""
+    trajectories = trajectories_of(groups)
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    by_group = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
+    group_means = [float(np.mean(values)) for values in by_group if values]
+    bounds = (min([0.0, *group_means]), max([1.0, *group_means]))
+    band = bootstrap_interval(group_means, 500, seed, bounds=bounds) if group_means else None
+    lengths = [t.num_sampled for t in trajectories]
+    calls = [parse_tool_calls(turn.reply_text) for t in trajectories for turn in t.turns]
+    count = max(1, len(trajectories))
+    metrics = {
+        "rollout/raw_reward": float(np.mean(rewards)) if rewards else 0.0,
+        "rollout/raw_reward_low": band.low if band else 0.0,
+        "rollout/raw_reward_high": band.high if band else 0.0,
+        "rollout/response_len/mean": float(np.mean(lengths)),
+        "rollout/response_len/max": float(max(lengths)),
+        "rollout/total_len/mean": float(np.mean([len(t.token_ids) for t in trajectories])),
+        "rollout/zero_std/count": float(sum(len(set(values)) <= 1 for values in by_group)),
+        "rollout/truncated_ratio": sum(t.status is Status.TRUNCATED for t in trajectories) / count,
+        "rollout/failed_ratio": sum(not t.status.is_rewarded for t in trajectories) / count,
+        "multi_turn/turns/mean": float(np.mean([len(t.turns) for t in trajectories])),
+        "multi_turn/turns/max": float(max(len(t.turns) for t in trajectories)),
+        "multi_turn/tool_calls/mean": sum(len(parsed) for parsed in calls) / count,
+        "multi_turn/parse_errors/mean": sum(
+            isinstance(call, ToolCallError) for parsed in calls for call in parsed
+        )
+        / count,
+        "multi_turn/images/mean": float(np.mean([len(t.images) for t in trajectories])),
+    }
+    for reason in StopReason:
+        metrics[f"rollout/stop/{reason}"] = (
+            sum(t.stop_reason is reason for t in trajectories) / count
+        )
+    return metrics
+
+
+def update_metrics(updates: Sequence[UpdateStats]) -> Metrics:
+    """Means over a rollout's updates; the sampler/learner gap is that of the first, whose weights sampled."""
+    if not updates:
+        return {"train/num_updates": 0.0}
+
+    def mean(name: str) -> float:
+        return float(np.mean([getattr(update, name) for update in updates]))
+
+    first = updates[0]
+    return {
+        "train/num_updates": float(len(updates)),
+        "train/loss": mean("loss"),
+        "train/pg_clipfrac": mean("clip_fraction"),
+        "train/ppo_kl": mean("kl"),
+        "train/entropy": mean("entropy"),
+        "train/grad_norm": mean("grad_norm"),
+        "train/lr": first.lr,
+        "train/num_tokens": float(sum(update.num_tokens for update in updates)),
+        "train/train_rollout_logprob_abs_diff": first.logprob_gap_mean,
+        "train/train_rollout_logprob_abs_diff_max": first.logprob_gap_max,
+        "train/first_ratio_error": first.max_ratio_error,
+    }
+
+
+CURVE_COLUMNS: Mapping[str, str] = {
+    "reward_mean": "rollout/raw_reward",
+    "reward_low": "rollout/raw_reward_low",
+    "reward_high": "rollout/raw_reward_high",
+    "turns_mean": "multi_turn/turns/mean",
+    "tool_calls_mean": "multi_turn/tool_calls/mean",
+    "response_len_mean": "rollout/response_len/mean",
+    "truncated_fraction": "rollout/truncated_ratio",
+    "zero_variance_groups": "rollout/zero_std/count",
+    "entropy": "train/entropy",
+    "clip_fraction": "train/pg_clipfrac",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "logprob_gap_mean": "train/train_rollout_logprob_abs_diff",
+    "logprob_gap_max": "train/train_rollout_logprob_abs_diff_max",
+    "eval_accuracy": "eval/accuracy",
+    "eval_accuracy_low": "eval/accuracy_low",
+    "eval_accuracy_high": "eval/accuracy_high",
+}
+
+
+def curve_csv(history: Sequence[Mapping[str, float]]) -> str:
+    """The training curve as CSV, one row per step; empty where a step has no such metric."""
+    lines = [",".join(["step", *CURVE_COLUMNS])]
+    for step, metrics in enumerate(history):
+        values = [repr(metrics[name]) if name in metrics else "" for name in CURVE_COLUMNS.values()]
+        lines.append(",".join([str(step), *values]))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,221 @@
+"""Loads and saves policies as Hugging Face directories, with the facts of each model family."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.processing_utils import ProcessorMixin
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from polyturn.params import ModelParams
+from polyturn.processor import (
+    END_OF_TURN,
+    IMAGE_PAD,
+    VIDEO_PAD,
+    VISION_END,
+    VISION_START,
+    load_processor,
+)
+
+logger = logging.getLogger(__name__)
+
+MODEL_CLASSES: dict[str, type[PreTrainedModel]] = {
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+}
+IMAGE_TOKENS = (IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ModelError(ValueError):
+    """A model cannot be loaded; the message names the params key, the value and the fix."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What polyturn must know of a model beyond the transformers API; ids are of its tokenizer."""
+
+    model_type: str
+    image_token_id: int
+    end_of_turn_id: int
+    padding_id: int
+    banned_ids: tuple[int, ...]  # image special tokens: never sampled, never scored
+    patch_size: int
+    merge_size: int
+
+    @property
+    def size_multiple(self) -> int:
+        """Picture sides that are a multiple of it need no resizing by the processor, pixels."""
+        return self.patch_size * self.merge_size
+
+
+class Processor(Protocol):
+    """The parts of a Qwen-VL processor that are used."""
+
+    tokenizer: PreTrainedTokenizerBase
+    image_processor: Qwen2VLImageProcessorPil
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with its processor and family facts."""
+
+    model: PreTrainedModel
+    processor: Processor
+    family: Family
+
+
+def family_of(model: PreTrainedModel, processor: Processor) -> Family:
+    """Read the family facts off a loaded model and its processor."""
+    tokenizer = processor.tokenizer
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (*IMAGE_TOKENS, END_OF_TURN)}
+    vision = model.config.vision_config
+    return Family(
+        model_type=model.config.model_type,
+        image_token_id=cast("int", ids[IMAGE_PAD]),
+        end_of_turn_id=cast("int", ids[END_OF_TURN]),
+        padding_id=cast("int", tokenizer.pad_token_id),
+        banned_ids=tuple(sorted(cast("int", ids[token]) for token in IMAGE_TOKENS)),
+        patch_size=vision.patch_size,
+        merge_size=vision.spatial_merge_size,
+    )
+
+
+def load(params: ModelParams, directory: Path) -> Policy:
+    """Load a policy from a local Hugging Face directory (safetensors only, no remote code), in eval mode.
+
+    Raises:
+        ModelError: the directory holds no Qwen3-VL or Qwen2.5-VL, or its tensors do not fit the config.
+    """
+    config_file = directory / "config.json"
+    if not config_file.is_file():
+        raise ModelError(
+            f"model.path: {directory} has no config.json, so it is no Hugging Face model directory; "
+            "name one, a hub id or an s3:// URI, or null to build the small model"
+        )
+    model_type = json.loads(config_file.read_text()).get("model_type")
+    if model_type not in MODEL_CLASSES:
+        raise ModelError(
+            f"model.path: {directory} is a {model_type!r}; polyturn trains {sorted(MODEL_CLASSES)}"
+        )
+    try:
+        model, report = MODEL_CLASSES[model_type].from_pretrained(
+            directory,
+            dtype=DTYPES[params.dtype],
+            attn_implementation=params.attention,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        processor = load_processor(directory, model_type)
+    except OSError as error:
+        raise ModelError(
+            f"model.path: {directory} cannot be loaded: {' '.join(str(error).split())[:300]}"
+        ) from None
+    wrong = {
+        kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys") if report[kind]
+    }
+    if wrong:
+        raise ModelError(f"model.path: tensors of {directory} do not fit its config: {wrong}")
+    return wrap(cast("PreTrainedModel", model), processor)
+
+
+def wrap(model: PreTrainedModel, processor: ProcessorMixin) -> Policy:
+    """Put a model and its processor together; dropout stays off for good (eval mode)."""
+    usable = cast("Processor", processor)
+    return Policy(model.eval(), usable, family_of(model, usable))
+
+
+def resolve(params: ModelParams, download_dir: Path) -> tuple[Path, str | None]:
+    """The local directory of `model.path` and, for a hub id, the resolved commit hash.
+
+    A directory is used as it is; s3:// is downloaded with boto3 and a hub id with huggingface_hub, both to
+    `download_dir`, safetensors and text files only.
+
+    Raises:
+        ModelError: nothing is there, or the hub cannot be reached.
+    """
+    path = cast("str", params.path)
+    if path.startswith("s3://"):
+        return _download_s3(path, download_dir), None
+    if Path(path).is_dir():
+        return Path(path), None
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelError(
+            f"model.path: directory {path} does not exist; name a Hugging Face directory, hub id "
+            "or s3:// URI, or null to build the small model"
+        )
+    from huggingface_hub import snapshot_download  # noqa: PLC0415  (only hub ids need it)
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+
+    try:
+        snapshot = snapshot_download(
+            path,
+            revision=params.revision,
+            cache_dir=download_dir,
+            allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"],
+        )
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"model.path: {path} is no directory here and the hub did not deliver it "
+            f"({type(error).__name__}); check the id, model.revision and the network"
+        ) from None
+    return Path(snapshot), Path(snapshot).name
+
+
+def _download_s3(uri: str, download_dir: Path) -> Path:
+    import boto3  # noqa: PLC0415  (only s3:// paths need it)
+    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    target = download_dir / hashlib.sha256(uri.encode()).hexdigest()[:16]
+    client = boto3.client("s3")
+    prefix = prefix.rstrip("/") + "/"
+    try:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        keys = [item["Key"] for page in pages for item in page.get("Contents", [])]
+        for key in keys:
+            file = target / key.removeprefix(prefix)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            client.download_file(bucket, key, str(file))
+    except (BotoCoreError, ClientError) as error:
+        raise ModelError(f"model.path: {uri} cannot be read: {error}") from None
+    if not keys:
+        raise ModelError(f"model.path: nothing lies under {uri}")
+    return target
+
+
+def save(policy: Policy, directory: Path) -> None:
+    """Write a policy as an ordinary Hugging Face directory, in place of what was there.
+
+    The directory appears whole or not at all: it is written beside its place and renamed.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    policy.model.save_pretrained(partial, safe_serialization=True)
+    cast("ProcessorMixin", policy.processor).save_pretrained(partial)
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of all parameters in name order."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        data = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {data.dtype} {tuple(data.shape)}\n".encode())
+        digest.update(data.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

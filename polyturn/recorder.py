@@ -1,0 +1,135 @@
+"""What a training run writes while it runs: history, trajectories, metrics; all of it resumable."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from polyturn import trajectories
+from polyturn.envs.tools import ToolCall, parse_tool_calls
+from polyturn.metrics import Metrics, trajectories_of
+from polyturn.progress import Progress
+from polyturn.reward import extract_answer
+from polyturn.types import Group, Json, TrainingSample
+
+logger = logging.getLogger(__name__)
+
+PICTURES = "png"
+
+
+class MetricsSink(Protocol):
+    """Where metrics of a step go besides the files (an MLflow run)."""
+
+    def log_metrics(self, metrics: Mapping[str, float | None], step: int | None = None) -> None:
+        """Take the metrics of one step."""
+        ...
+
+
+def tool_calls(text: str) -> list[Json]:
+    """A reply's tool calls as JSON, errors with their reason."""
+    return [
+        {"name": call.name, "arguments": dict(call.arguments)}
+        if isinstance(call, ToolCall)
+        else {"error": call.reason}
+        for call in parse_tool_calls(text)
+    ]
+
+
+def records(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], step: int
+) -> list[trajectories.TrajectoryEntry]:
+    """The file form of a step's trajectories."""
+    return [
+        trajectories.to_record(
+            trajectory,
+            step=step,
+            advantage=advantage,
+            parse_calls=tool_calls,
+            final_answer=extract_answer,
+        )
+        for group, row in zip(groups, advantages, strict=True)
+        for trajectory, advantage in zip(group.trajectories, row, strict=True)
+    ]
+
+
+@dataclass
+class Recorder:
+    """Keeps a run's history (metrics without times, one mapping per step) and writes its trajectories.
+
+    On resume `begin` brings both back to the checkpoint's step and sends the history to the new sink, so that
+    every step enters it once.
+    """
+
+    directory: Path
+    sink: MetricsSink
+    progress: Progress
+    history: list[Metrics] = field(default_factory=list)
+
+    @property
+    def trajectory_dir(self) -> Path:
+        """Where step files and their pictures lie."""
+        return self.directory / "trajectories"
+
+    def begin(self, history: Sequence[Metrics]) -> None:
+        """Start with the history of a checkpoint (empty: from scratch); later trajectory files are removed."""
+        self.history = list(history)
+        self.trajectory_dir.mkdir(parents=True, exist_ok=True)
+        for step in trajectories.list_steps(self.trajectory_dir):
+            if step >= len(self.history):
+                trajectories.step_path(self.trajectory_dir, step).unlink()
+        if not self.history:
+            shutil.rmtree(self.trajectory_dir / PICTURES, ignore_errors=True)
+        for step, metrics in enumerate(self.history):
+            self.sink.log_metrics(metrics, step=step)
+        self.progress.update(len(self.history))
+
+    def rollout(
+        self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+    ) -> None:
+        """Write a step's trajectories and the pictures that its environments made."""
+        trajectories.write_step(self.trajectory_dir, step, records(groups, advantages, step))
+        for trajectory in trajectories_of(groups):
+            made = trajectory.images[len(trajectory.problem.images) :]
+            trajectories.save_pictures(self.trajectory_dir / PICTURES, made)
+
+    def step(self, step: int, metrics: Metrics, times: Mapping[str, float]) -> None:
+        """Take a step's metrics; `times` (perf/...) go to the sink but not into the history."""
+        self.history.append(metrics)
+        self.sink.log_metrics({**metrics, **times}, step=step)
+        shown = {
+            "reward": metrics["rollout/raw_reward"],
+            "turns": metrics["multi_turn/turns/mean"],
+            "gap": metrics.get("train/train_rollout_logprob_abs_diff", 0.0),
+            "rollout_s": times["perf/rollout_time"],
+            "train_s": times["perf/train_time"],
+        }
+        if "eval/accuracy" in metrics:
+            shown["eval"] = metrics["eval/accuracy"]
+        self.progress.update(1, **shown)
+        logger.debug(
+            "step %d %s", step, " ".join(f"{key}={value:.4g}" for key, value in shown.items())
+        )
+
+    def dump(self, step: int, samples: Sequence[TrainingSample], reason: str) -> Path:
+        """Write the samples of a step that went wrong, for a look at them."""
+        path = self.directory / f"nonfinite_step_{step:06d}.jsonl"
+        lines = [
+            json.dumps(
+                {
+                    "reason": reason,
+                    "advantage": sample.advantage,
+                    "token_ids": sample.token_ids.tolist(),
+                    "loss_mask": sample.loss_mask.tolist(),
+                    "logprobs": [float(value) for value in sample.logprobs],
+                    "images": [image.sha256 for image in sample.images],
+                }
+            )
+            for sample in samples
+        ]
+        path.write_text("\n".join(lines) + "\n")
+        return path

@@ -1,0 +1,165 @@
+"""Messages and pictures <-> token ids; the only module that tokenizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from polyturn.model import Policy
+from polyturn.processor import END_OF_TURN
+from polyturn.types import ImageRecord, Json, Message
+
+# A conversation after which an observation is rendered; what it says is cut off again.
+_BEFORE = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A piece of conversation in both id streams.
+
+    `engine_ids` has one image pad per picture (what an engine is sent), `token_ids` one per visual token
+    (what is trained on); `images` in the order of their pads.
+    """
+
+    engine_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    images: tuple[ImageRecord, ...]
+
+
+class TemplateError(ValueError):
+    """The chat template cannot be used for exact multi-turn training."""
+
+
+class Renderer:
+    """Renders prompts and observations with a policy's tokenizer, chat template and picture sizes."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.family = policy.family
+        self._processor = policy.processor
+        self._tokenizer = policy.processor.tokenizer
+        self._template = getattr(policy.processor, "chat_template", None)
+        size = cast("Mapping[str, int]", policy.processor.image_processor.size)
+        self._min_pixels = int(size["shortest_edge"])
+        self._max_pixels = int(size["longest_edge"])
+        self._prefix = self._text(_BEFORE, continues=False).removesuffix("\n")
+        if not self._prefix.endswith(END_OF_TURN):
+            raise TemplateError(
+                f"the chat template must end an assistant message with {END_OF_TURN}, "
+                f"got {self._prefix[-40:]!r}"
+            )
+        self._encoded: dict[str, tuple[int, ...]] = {}
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()
+    ) -> Rendered:
+        """The prompt of a problem up to and including the assistant header."""
+        images = tuple(image for message in messages for image in message.images)
+        text = self._text([_chat(message) for message in messages], tools=tools)
+        return self._rendered(text, images)
+
+    def observation(self, message: Message) -> Rendered:
+        """What follows a reply's end token: the newline, the message and the next assistant header.
+
+        Raises:
+            TemplateError: the template rewrites what stands before the observation.
+        """
+        text = self._text([*_BEFORE, _chat(message)])
+        if not text.startswith(self._prefix):
+            raise TemplateError(
+                "the chat template does not keep its prefix when a message is added"
+            )
+        return self._rendered(text.removeprefix(self._prefix), message.images)
+
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()
+    ) -> Rendered:
+        """A whole conversation rendered at once; only for comparing with what was put together turn by turn."""
+        images = tuple(image for message in messages for image in message.images)
+        text = self._text([_chat(m) for m in messages], tools=tools, continues=False)
+        return self._rendered(text, images)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text that may hold special tokens; kept, since few distinct texts recur often."""
+        if text not in self._encoded:
+            if len(self._encoded) > 50_000:
+                self._encoded.clear()
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            self._encoded[text] = tuple(cast("list[int]", ids))
+        return self._encoded[text]
+
+    def encode_reply(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """Ids of a reply followed by the end token, and each token's character span in `text`.
+
+        The end token's span is (len(text), len(text)).
+        """
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = [*cast("list[tuple[int, int]]", encoded["offset_mapping"]), (len(text), len(text))]
+        ids = [*cast("list[int]", encoded["input_ids"]), self.family.end_of_turn_id]
+        return tuple(ids), tuple((int(start), int(end)) for start, end in spans)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a reply, without its end token; other special tokens stay visible."""
+        ids = list(token_ids)
+        if ids and ids[-1] == self.family.end_of_turn_id:
+            ids.pop()
+        return cast("str", self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def grid(self, image: ImageRecord) -> tuple[int, int]:
+        """Rows and columns of visual tokens of a picture."""
+        multiple = self.family.size_multiple
+        height, width = smart_resize(
+            image.height,
+            image.width,
+            factor=multiple,
+            min_pixels=self._min_pixels,
+            max_pixels=self._max_pixels,
+        )
+        return height // multiple, width // multiple
+
+    def _rendered(self, text: str, images: tuple[ImageRecord, ...]) -> Rendered:
+        engine_ids = self.encode(text)
+        pad = self.family.image_token_id
+        if engine_ids.count(pad) != len(images):
+            raise TemplateError(
+                f"{len(images)} pictures, but {engine_ids.count(pad)} image pads were rendered; "
+                "text must not spell image tokens and the template must show pictures in every role"
+            )
+        token_ids: list[int] = []
+        remaining = iter(images)
+        for token in engine_ids:
+            if token == pad:
+                rows, columns = self.grid(next(remaining))
+                token_ids.extend([pad] * (rows * columns))
+            else:
+                token_ids.append(token)
+        return Rendered(engine_ids, tuple(token_ids), images)
+
+    def _text(
+        self,
+        chat: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, Json]] = (),
+        continues: bool = True,
+    ) -> str:
+        text = self._tokenizer.apply_chat_template(
+            list(chat),
+            tools=list(tools) or None,
+            chat_template=self._template,
+            add_generation_prompt=continues,
+            tokenize=False,
+        )
+        return cast("str", text)
+
+
+def _chat(message: Message) -> Mapping[str, object]:
+    """A message as chat templates expect it: plain text as a string, else typed parts."""
+    if not message.images:
+        return {"role": message.role, "content": message.text}
+    parts = [
+        {"type": "image"} if isinstance(part, ImageRecord) else {"type": "text", "text": part}
+        for part in message.content
+    ]
+    return {"role": message.role, "content": parts}

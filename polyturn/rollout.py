@@ -1,0 +1,110 @@
+"""Rollouts: groups of sibling trajectories, sampled in lockstep and in a fixed order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from polyturn.envs.base import load_object
+from polyturn.episode import Episode, EpisodeSettings
+from polyturn.params import EnvParams, Params, RewardParams, RolloutParams
+from polyturn.render import Renderer
+from polyturn.reward import check_failures, score
+from polyturn.sampler.base import Sampler
+from polyturn.types import Group, Problem, Trajectory
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Everything about a rollout that is not the problems and the policy."""
+
+    env: EnvParams
+    rollout: RolloutParams
+    reward: RewardParams
+
+    @classmethod
+    def of(cls, params: Params) -> RolloutSettings:
+        """The settings of training."""
+        return cls(params.env, params.rollout, params.reward)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One rollout's own numbers: its derived seed, siblings per problem and temperature (0: greedy)."""
+
+    seed: int
+    group_size: int
+    temperature: float
+
+
+class FailureBudgetError(RuntimeError):
+    """More trajectories failed than env.max_failure_fraction allows."""
+
+
+async def rollout(
+    problems: Sequence[Problem],
+    sampler: Sampler,
+    renderer: Renderer,
+    settings: RolloutSettings,
+    draw: Draw,
+) -> list[Group]:
+    """Try every problem `draw.group_size` times and grade the tries.
+
+    One sampler call per turn holds all live trajectories in (group, sibling) order; the environments' answers
+    are awaited and put in order before the next call, so that equal seeds give equal trajectories.
+
+    Raises:
+        FailureBudgetError: more trajectories failed than env.max_failure_fraction.
+        RewardFailureError: more gradings failed than reward.max_failure_fraction.
+    """
+    shared = EpisodeSettings(
+        renderer,
+        load_object(settings.env.build, "env.build"),
+        settings.env,
+        settings.rollout,
+        draw.seed,
+        draw.temperature,
+    )
+    episodes = [
+        Episode(shared, problem, group, sibling)
+        for group, problem in enumerate(problems)
+        for sibling in range(draw.group_size)
+    ]
+    await asyncio.gather(*(episode.start() for episode in episodes))
+    while live := [episode for episode in episodes if not episode.is_done]:
+        replies = await sampler.generate([episode.request() for episode in live])
+        await asyncio.gather(*(e.advance(reply) for e, reply in zip(live, replies, strict=True)))
+    finished = [await episode.finish() for episode in episodes]
+    _check_failures(finished, settings.env.max_failure_fraction)
+    graded = _grade(finished, settings.reward)
+    size = draw.group_size
+    return [
+        Group(index, tuple(graded[index * size : (index + 1) * size]))
+        for index in range(len(problems))
+    ]
+
+
+def _check_failures(trajectories: Sequence[Trajectory], max_fraction: float) -> None:
+    failed = [t for t in trajectories if t.error is not None]
+    if len(failed) > max_fraction * len(trajectories):
+        raise FailureBudgetError(
+            f"env.max_failure_fraction is {max_fraction}, but {len(failed)} of {len(trajectories)} trajectories "
+            f"failed; the first: {failed[0].stop_reason}: {failed[0].error}"
+        )
+
+
+def _grade(trajectories: Sequence[Trajectory], params: RewardParams) -> list[Trajectory]:
+    """Put rewards on the trajectories that carry one; the others stay as they are."""
+    rewards = {
+        index: score(trajectory, trajectory.problem, params)
+        for index, trajectory in enumerate(trajectories)
+        if trajectory.status.is_rewarded
+    }
+    check_failures(list(rewards.values()), params)
+    return [
+        replace(trajectory, reward=rewards[index].total, reward_terms=dict(rewards[index].terms))
+        if index in rewards
+        else trajectory
+        for index, trajectory in enumerate(trajectories)
+    ]

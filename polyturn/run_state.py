@@ -1,0 +1,50 @@
+"""Where a training run stands: step, best policy so far, history; in and out of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from polyturn import checkpoint
+from polyturn.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Best:
+    """The published policy: its version (number of rollout batches learned from) and validation score."""
+
+    version: int
+    accuracy: float
+    accuracy_low: float
+
+
+NOTHING_YET = Best(-1, 0.0, -1.0)
+
+
+class RunState(BaseModel):
+    """State of a run after `step` rollout batches; `history` holds the metrics of each."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int = 0
+    best: Best = NOTHING_YET
+    history: list[Metrics] = []
+
+
+def load_latest(directory: Path, load: Callable[[Path], None]) -> RunState:
+    """The state of the newest complete checkpoint, whose weights `load` takes; a fresh state if there is none."""
+    found = checkpoint.latest(directory)
+    if found is None:
+        return RunState()
+    path, state = found
+    load(path)
+    return RunState.model_validate(state)
+
+
+def save(directory: Path, state: RunState, write: Callable[[Path], None]) -> None:
+    """Write a checkpoint; `write` puts weights and optimizer state into it."""
+    content = {"step": state.step, "best": asdict(state.best), "history": state.history}
+    checkpoint.save(directory, state.step, content, write)

@@ -1,0 +1,1 @@
+"""Samplers turn token ids into replies; base.py holds the protocol."""

@@ -1,0 +1,48 @@
+"""Learning-rate schedule over rollout batches, and the order in which problems are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from polyturn.params import LearnerParams
+from polyturn.seeds import derive
+from polyturn.types import Problem
+
+
+def lr_scale(step: int, params: LearnerParams) -> float:
+    """Fraction of learner.lr at a step (from 0): linear warm-up, then constant, linear or cosine decay.
+
+    The decay ends at min_lr_fraction after decay_steps, whatever train.steps is.
+    """
+    warmup = min(1.0, (step + 1) / max(1, params.warmup_steps))
+    if params.schedule == "constant":
+        return warmup
+    progress = min(1.0, step / params.decay_steps)
+    shape = 1 - progress if params.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return warmup * (params.min_lr_fraction + (1 - params.min_lr_fraction) * shape)
+
+
+def draw_problems(
+    problems: Sequence[Problem], count: int, *, seed: int, step: int
+) -> list[Problem]:
+    """The `count` problems of a step: each epoch is its own shuffle, and steps go on where the last one ended.
+
+    Raises:
+        ValueError: there are fewer problems than a step needs.
+    """
+    if len(problems) < count:
+        raise ValueError(
+            f"rollout.prompts_per_step is {count}, but only {len(problems)} training problems are left; lower it "
+            "or raise data.num_train"
+        )
+    places = [
+        divmod(position, len(problems)) for position in range(step * count, (step + 1) * count)
+    ]
+    orders = {
+        epoch: np.random.default_rng(derive(seed, "epoch", epoch)).permutation(len(problems))
+        for epoch in {epoch for epoch, _ in places}
+    }
+    return [problems[int(orders[epoch][index])] for epoch, index in places]

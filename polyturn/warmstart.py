@@ -1,0 +1,250 @@
+"""Supervised warm start on demonstrations (also the SFT recipe), masked to what the replies train.
+
+A phase ends when its gate is reached (the answer loss of one kind of example), not after a fixed number of steps:
+seeds differ threefold in when they learn to read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from polyturn import vision
+from polyturn.batching import collate, micro_batches
+from polyturn.envs.base import load_object
+from polyturn.envs.demonstration import Demonstration
+from polyturn.forward import Scores
+from polyturn.learner.base import NonFiniteError
+from polyturn.learner.scoring import gradient_norm, score_batch
+from polyturn.model import Policy
+from polyturn.params import PhaseParams, WarmstartParams
+from polyturn.render import Renderer
+from polyturn.samples import from_demonstration
+from polyturn.seeds import derive
+from polyturn.types import Batch, Problem, TrainingSample
+
+logger = logging.getLogger(__name__)
+
+FINAL_LR_FRACTION = 0.03  # what the linear decay after a gate ends at
+Examples = Callable[[str, Problem, random.Random], Demonstration]
+
+
+class WarmstartError(ValueError):
+    """The warm start cannot do what params ask for."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One supervised step: mean loss per trained token (nats), answer loss per kind (nats per answer)."""
+
+    phase: str
+    step: int
+    loss: float
+    answer_nats: Mapping[str, float]
+    grad_norm: float
+    lr: float
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """How a phase ended; `is_gate_reached` is None for a phase without a gate."""
+
+    phase: str
+    num_steps: int
+    is_gate_reached: bool | None
+    answer_nats: Mapping[str, float]
+
+
+def load_examples(params: WarmstartParams) -> Examples:
+    """The examples callable; it takes (kind, problem, rng) and, if it wants them, warmstart.example_params."""
+    target = cast(
+        "Callable[..., Demonstration]", load_object(params.examples, "warmstart.examples")
+    )
+    if len(inspect.signature(target).parameters) == 3:
+        return target
+    return lambda kind, problem, rng: target(kind, problem, rng, params.example_params)
+
+
+def warm_start(
+    policy: Policy,
+    renderer: Renderer,
+    problems: Sequence[Problem],
+    params: WarmstartParams,
+    *,
+    seed: int,
+    micro_batch_tokens: int,
+    on_step: Callable[[StepReport], None],
+) -> list[PhaseReport]:
+    """Train `policy` in place through all phases; every random choice derives from `seed`, phase and step.
+
+    Raises:
+        WarmstartError: an example kind is unknown, or problems do not suit it.
+        NonFiniteError: loss or gradients are not finite.
+    """
+    trainer = _Trainer(policy, renderer, params, micro_batch_tokens)
+    examples = load_examples(params)
+    reports = []
+    for phase in params.phases:
+        reports.append(
+            _run_phase(
+                phase, trainer, examples, problems, derive(seed, "warmstart", phase.name), on_step
+            )
+        )
+        logger.info("warm start phase %s ended after %d steps", phase.name, reports[-1].num_steps)
+    return reports
+
+
+def _run_phase(
+    phase: PhaseParams,
+    trainer: _Trainer,
+    examples: Examples,
+    problems: Sequence[Problem],
+    seed: int,
+    on_step: Callable[[StepReport], None],
+) -> PhaseReport:
+    recent: deque[float] = deque(maxlen=phase.gate_window)
+    gate_step: int | None = None
+    step, report = 0, None
+    while step < phase.max_steps + phase.decay_steps:
+        is_reached = len(recent) == phase.gate_window and sum(recent) / len(recent) < (
+            phase.gate_nats or 0.0
+        )
+        if gate_step is None and (is_reached or step >= phase.max_steps):
+            gate_step = step
+            if not is_reached and phase.gate_kind is not None:
+                logger.warning(
+                    "warm start phase %s: gate not reached in %d steps", phase.name, step
+                )
+        if gate_step is not None and step >= gate_step + phase.decay_steps:
+            break
+        scale = 1.0 if gate_step is None else _decay(step - gate_step, phase.decay_steps)
+        samples = draw_examples(phase, examples, problems, trainer.renderer, derive(seed, step))
+        report = trainer.step(samples, scale, phase.name, step)
+        if phase.gate_kind is not None:
+            recent.append(report.answer_nats[phase.gate_kind])
+        on_step(report)
+        step += 1
+    is_gate_reached = (
+        None if phase.gate_kind is None else gate_step is not None and gate_step < phase.max_steps
+    )
+    return PhaseReport(phase.name, step, is_gate_reached, report.answer_nats if report else {})
+
+
+def _decay(step: int, num_steps: int) -> float:
+    return 1.0 - (1.0 - FINAL_LR_FRACTION) * step / max(1, num_steps)
+
+
+def draw_examples(
+    phase: PhaseParams,
+    examples: Examples,
+    problems: Sequence[Problem],
+    renderer: Renderer,
+    seed: int,
+) -> list[TrainingSample]:
+    """One batch of a phase: the shares of its mix, problems drawn with replacement."""
+    rng = random.Random(seed)
+    return [
+        from_demonstration(examples(kind, rng.choice(problems), rng), renderer)
+        for kind, count in kind_counts(phase.mix, phase.batch_size).items()
+        for _ in range(count)
+    ]
+
+
+def kind_counts(mix: Mapping[str, float], batch_size: int) -> dict[str, int]:
+    """Examples per kind; shares are rounded, the last kind takes the rest.
+
+    >>> kind_counts({"search": 0.4, "guess": 0.6}, 64)
+    {'search': 26, 'guess': 38}
+    """
+    total = sum(mix.values())
+    counts = {kind: round(batch_size * share / total) for kind, share in mix.items()}
+    last = list(mix)[-1]
+    counts[last] += batch_size - sum(counts.values())
+    return counts
+
+
+class _Trainer:
+    """Supervised steps with AdamW on all parameters."""
+
+    def __init__(
+        self, policy: Policy, renderer: Renderer, params: WarmstartParams, micro_batch_tokens: int
+    ) -> None:
+        self.renderer = renderer
+        self._policy = policy
+        self._params = params
+        self._micro_batch_tokens = micro_batch_tokens
+        self._reader = vision.PatchReader(policy)
+        self._parameters = list(policy.model.parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=params.lr, betas=params.betas, weight_decay=params.weight_decay
+        )
+        self._num_steps = 0
+
+    def step(
+        self, samples: Sequence[TrainingSample], lr_scale: float, phase: str, step: int
+    ) -> StepReport:
+        """One optimizer step: the mean over all trained tokens of the batch, in micro-batches."""
+        self._num_steps += 1
+        warmup = min(1.0, self._num_steps / max(1, self._params.warmup_steps))
+        lr = self._params.lr * warmup * lr_scale
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.zero_grad(set_to_none=True)
+        num_tokens = max(1, sum(int(sample.loss_mask.sum()) for sample in samples))
+        loss, nats = 0.0, _AnswerNats()
+        for indices in micro_batches(samples, self._micro_batch_tokens):
+            chosen = [samples[index] for index in indices]
+            scores = self._score(collate(chosen, [0.0] * len(chosen), self.renderer))
+            micro_loss = -scores.logprobs.sum() / num_tokens
+            micro_loss.backward()
+            loss += float(micro_loss.detach())
+            nats.add(chosen, scores.logprobs.detach())
+        norm = gradient_norm(self._parameters, self._params.grad_clip)
+        if not np.isfinite([loss, norm]).all():
+            raise NonFiniteError(
+                f"warm start phase {phase}, step {step}: loss {loss}, gradient norm {norm}"
+            )
+        self._optimizer.step()
+        return StepReport(phase, step, loss, nats.means(), norm, lr)
+
+    def _score(self, batch: Batch) -> Scores:
+        encoded = vision.encode(self._policy, self._reader, batch.images)
+        features = {image.sha256: f for image, f in zip(batch.images, encoded, strict=True)}
+        return score_batch(self._policy, batch, features, temperature=1.0)
+
+
+class _AnswerNats:
+    """Sums the loss of the last reply per kind of example."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, samples: Sequence[TrainingSample], logprobs: torch.Tensor) -> None:
+        """Take a micro-batch; `logprobs` [N] of its trained tokens in reading order."""
+        end = 0
+        for sample in samples:
+            end += int(sample.loss_mask[1:].sum())
+            answer = last_reply_length(sample)
+            self._sums[sample.kind] = self._sums.get(sample.kind, 0.0) - float(
+                logprobs[end - answer : end].sum()
+            )
+            self._counts[sample.kind] = self._counts.get(sample.kind, 0) + 1
+
+    def means(self) -> dict[str, float]:
+        """Nats per answer, by kind in name order."""
+        return {kind: self._sums[kind] / self._counts[kind] for kind in sorted(self._sums)}
+
+
+def last_reply_length(sample: TrainingSample) -> int:
+    """Number of trained tokens at the very end of a sample: its last reply."""
+    zeros = np.flatnonzero(sample.loss_mask == 0)
+    return len(sample.loss_mask) - 1 - int(zeros[-1]) if len(zeros) else len(sample.loss_mask)

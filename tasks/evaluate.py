@@ -1,0 +1,146 @@
+"""Stage `evaluate`: warm start and published policy on the test split -> metrics.json, artifacts/evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyturn import data, layout, model, trajectories
+from polyturn.data.files import write_jsonl
+from polyturn.evaluate import EvaluationPlan, evaluate, evaluation_settings, is_correct, summarize
+from polyturn.metrics import trajectories_of
+from polyturn.params import Params
+from polyturn.progress import Progress
+from polyturn.recorder import records
+from polyturn.render import Renderer
+from polyturn.runtime import set_up_torch
+from polyturn.sampler.hf import HfSampler
+from polyturn.seeds import derive
+from polyturn.types import Group, Problem
+from tasks.context import StageContext, run_stage, write_json
+
+_log = logging.getLogger(__name__)
+
+POLICIES: Mapping[str, Path] = {"warmstart": layout.WARMSTART, "policy": layout.POLICY}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One policy under one way of decoding."""
+
+    policy: str
+    decoding: str
+    groups: Sequence[Group]
+    summary: Mapping[str, float]
+
+
+def body(ctx: StageContext) -> None:
+    """Score both policies, sampled and greedy, on the same problems with the same seeds."""
+    set_up_torch(ctx.params)
+    problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
+    test = [problem for problem in problems if problem.split == "test"]
+    if not test:
+        raise ValueError(
+            "data.num_test: no test problem is left to evaluate on; see artifacts/*/quarantine.jsonl"
+        )
+    plans = _plans(ctx.params)
+    scored = []
+    with Progress(len(test) * len(plans) * len(POLICIES), "evaluate") as progress:
+        for name, directory in POLICIES.items():
+            scored += _score_policy(name, directory, test, ctx.params, plans, progress)
+    _write(ctx, test, scored)
+
+
+def _plans(params: Params) -> Mapping[str, EvaluationPlan]:
+    settings = params.evaluate
+    seed = derive(params.seed, "test")
+
+    def plan(samples: int, temperature: float) -> EvaluationPlan:
+        return EvaluationPlan(
+            seed, samples, temperature, settings.batch_size, settings.bootstrap_samples
+        )
+
+    plans = {"sampled": plan(settings.samples_per_problem, settings.temperature)}
+    return plans | ({"greedy": plan(1, 0.0)} if settings.greedy else {})
+
+
+def _score_policy(
+    name: str,
+    directory: Path,
+    test: Sequence[Problem],
+    params: Params,
+    plans: Mapping[str, EvaluationPlan],
+    progress: Progress,
+) -> list[Scored]:
+    policy = model.load(params.model, directory)
+    renderer = Renderer(policy)
+    sampler = HfSampler(policy, renderer, is_vision_frozen=True)
+    scored = []
+    for decoding, plan in plans.items():
+        groups = asyncio.run(
+            evaluate(
+                test, sampler, renderer, evaluation_settings(params), plan, on_batch=progress.update
+            )
+        )
+        summary = summarize(groups, plan)
+        scored.append(Scored(name, decoding, groups, summary))
+        _log.info(
+            "evaluate: %s %s accuracy %.3f (%.3f to %.3f), %.2f turns",
+            name,
+            decoding,
+            summary["accuracy"],
+            summary["accuracy_low"],
+            summary["accuracy_high"],
+            summary["turns_mean"],
+        )
+    return scored
+
+
+def _write(ctx: StageContext, test: Sequence[Problem], scored: Sequence[Scored]) -> None:
+    blocks: dict[str, dict[str, object]] = {}
+    for item in scored:
+        blocks.setdefault(item.policy, {})[item.decoding] = dict(item.summary)
+        ctx.run.log_metrics(
+            {f"test/{item.policy}/{item.decoding}/{k}": v for k, v in item.summary.items()}
+        )
+    shutil.rmtree(layout.EVALUATION, ignore_errors=True)
+    write_jsonl(
+        layout.EVALUATION / "results.jsonl",
+        (_result(index, p, scored) for index, p in enumerate(test)),
+    )
+    _save_trajectories(scored, ctx.params.evaluate.num_saved_trajectories)
+    write_json(layout.METRICS, {"test": {"num_problems": len(test), **blocks}})
+
+
+def _result(index: int, problem: Problem, scored: Sequence[Scored]) -> dict[str, object]:
+    """One problem's tries, correct or not, under every policy and decoding."""
+    tries = {
+        f"{item.policy}/{item.decoding}": [
+            is_correct(t.reward) for t in item.groups[index].trajectories
+        ]
+        for item in scored
+    }
+    return {"id": problem.id, "answer": problem.answer, "correct": tries}
+
+
+def _save_trajectories(scored: Sequence[Scored], number: int) -> None:
+    """Keep the first `number` problems' sampled tries of both policies: step 0 the warm start, 1 the policy."""
+    kept = []
+    for item in scored:
+        if item.decoding != "sampled":
+            continue
+        groups = item.groups[:number]
+        advantages = [[None] * len(group.trajectories) for group in groups]
+        kept += records(groups, advantages, step=list(POLICIES).index(item.policy))
+        for trajectory in trajectories_of(groups):
+            made = trajectory.images[len(trajectory.problem.images) :]
+            trajectories.save_pictures(layout.EVALUATION / "png", made)
+    trajectories.write_records(layout.EVALUATION / "trajectories.jsonl.gz", kept)
+
+
+if __name__ == "__main__":
+    run_stage("evaluate", body)

@@ -1,0 +1,107 @@
+"""Stage `model`: the policy before training -> artifacts/base; problems whose prompt fits -> artifacts/problems."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from polyturn import data, layout, model, small_model
+from polyturn.corpus import corpus
+from polyturn.data.files import write_jsonl
+from polyturn.envs.base import EnvContext, build, load_object
+from polyturn.params import Params
+from polyturn.render import Renderer
+from polyturn.runtime import set_up_torch
+from polyturn.seeds import derive
+from polyturn.types import Problem
+from tasks.context import StageContext, run_stage, write_json
+
+_log = logging.getLogger(__name__)
+
+
+def body(ctx: StageContext) -> None:
+    """Build or load the policy, then set aside what its context cannot hold."""
+    set_up_torch(ctx.params)
+    problems = data.read_problems(layout.IMAGES / "problems.jsonl", layout.IMAGES)
+    policy, source = _policy(ctx.params, problems, ctx.work_dir)
+    _check_size_multiple(ctx.params, policy)
+    kept, set_aside = data.fit(
+        problems, _token_counter(ctx.params, policy), ctx.params.model.max_prompt_tokens
+    )
+    if not any(problem.split == "train" for problem in kept):
+        raise ValueError(
+            f"model.max_prompt_tokens {ctx.params.model.max_prompt_tokens} leaves no training problem; "
+            "raise it or lower images.max_pixels"
+        )
+    model.save(policy, layout.BASE_MODEL)
+    write_json(layout.BASE_MODEL / "source.json", source)
+    _write_problems(kept, set_aside)
+    num_parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+    ctx.run.log_metrics(
+        {
+            "model/num_parameters": num_parameters,
+            "model/problems_kept": len(kept),
+            "model/problems_set_aside": len(set_aside),
+        }
+    )
+    ctx.run.set_tags({"model.source": source["path"], "model.revision": source["revision"] or ""})
+    _log.info(
+        "model: %s %s with %d parameters; %d problems, %d set aside",
+        source["path"],
+        policy.family.model_type,
+        num_parameters,
+        len(kept),
+        len(set_aside),
+    )
+
+
+def _policy(
+    params: Params, problems: list[Problem], work_dir: Path
+) -> tuple[model.Policy, dict[str, str | None]]:
+    """The policy and where it came from; the hub's resolved commit is recorded."""
+    if params.model.path is None:
+        small = params.model.small
+        tokenizer = small_model.train_tokenizer(corpus(problems), small.vocab_size)
+        network = small_model.build_model(
+            small,
+            tokenizer,
+            seed=derive(params.seed, "model"),
+            max_positions=params.model.max_positions,
+        )
+        processor = small_model.build_processor(small, tokenizer)
+        return model.wrap(network, processor), {"path": "built here", "revision": None}
+    directory, revision = model.resolve(params.model, work_dir)
+    return model.load(params.model, directory), {"path": params.model.path, "revision": revision}
+
+
+def _check_size_multiple(params: Params, policy: model.Policy) -> None:
+    wanted = policy.family.size_multiple
+    if params.images.size_multiple % wanted:
+        raise ValueError(
+            f"images.size_multiple must be a multiple of {wanted} (patch size x merge size) for this "
+            f"{policy.family.model_type}, got {params.images.size_multiple}"
+        )
+
+
+def _token_counter(params: Params, policy: model.Policy) -> Callable[[Problem], int]:
+    renderer = Renderer(policy)
+    builder = load_object(params.env.build, "env.build")
+
+    def count(problem: Problem) -> int:
+        env = build(builder, EnvContext(problem, params.env.params))
+        tools = getattr(env, "tools", ()) if params.env.tools_in_prompt else ()
+        return len(renderer.prompt(problem.messages, tools).token_ids)
+
+    return count
+
+
+def _write_problems(kept: list[Problem], set_aside: list[data.SetAside]) -> None:
+    shutil.rmtree(layout.PROBLEMS, ignore_errors=True)
+    write_jsonl(layout.PROBLEMS / "problems.jsonl", (data.problem_row(problem) for problem in kept))
+    data.write_quarantine(layout.PROBLEMS / "quarantine.jsonl", set_aside)
+
+
+if __name__ == "__main__":
+    run_stage("model", body)

@@ -1,0 +1,67 @@
+"""Stage `warmstart`: supervised training on demonstrations -> artifacts/warmstart."""
+
+from __future__ import annotations
+
+import logging
+
+from polyturn import data, layout, model
+from polyturn.progress import Progress
+from polyturn.render import Renderer
+from polyturn.runtime import set_up_torch
+from polyturn.seeds import derive
+from polyturn.warmstart import StepReport, warm_start
+from tasks.context import StageContext, run_stage
+
+_log = logging.getLogger(__name__)
+
+
+def body(ctx: StageContext) -> None:
+    """Train the base model through all phases of the warm start."""
+    set_up_torch(ctx.params)
+    policy = model.load(ctx.params.model, layout.BASE_MODEL)
+    problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
+    train = [problem for problem in problems if problem.split == "train"]
+    phases = ctx.params.warmstart.phases
+    num_steps = 0
+    with Progress(
+        sum(phase.max_steps + phase.decay_steps for phase in phases), "warm start"
+    ) as progress:
+
+        def on_step(report: StepReport) -> None:
+            nonlocal num_steps
+            answers = {
+                f"warmstart/answer_nats/{kind}": nats for kind, nats in report.answer_nats.items()
+            }
+            ctx.run.log_metrics(
+                {
+                    "warmstart/loss": report.loss,
+                    "warmstart/grad_norm": report.grad_norm,
+                    "warmstart/lr": report.lr,
+                    **answers,
+                },
+                step=num_steps,
+            )
+            num_steps += 1
+            progress.update(1, phase=report.phase, loss=report.loss, **report.answer_nats)
+
+        reports = warm_start(
+            policy,
+            Renderer(policy),
+            train,
+            ctx.params.warmstart,
+            seed=derive(ctx.params.seed, "warmstart"),
+            micro_batch_tokens=ctx.params.learner.micro_batch_tokens,
+            on_step=on_step,
+        )
+    model.save(policy, layout.WARMSTART)
+    ctx.run.set_tags({"weights.sha256": model.weights_digest(policy.model)})
+    for report in reports:
+        gate = {None: "no gate", True: "gate reached", False: "gate NOT reached"}[
+            report.is_gate_reached
+        ]
+        ctx.run.log_metrics({f"warmstart/{report.phase}/num_steps": report.num_steps})
+        _log.info("warm start: phase %s took %d steps (%s)", report.phase, report.num_steps, gate)
+
+
+if __name__ == "__main__":
+    run_stage("warmstart", body)
