@@ -43,7 +43,7 @@ class EnvContext:
     """What a build function can ask for by argument name."""
 
     problem: Problem
-    params: Mapping[str, object] = field(default_factory=dict)
+    params: Mapping[str, object] = field(default_factory=dict[str, object])
     max_turns: int = 1
     seed: int = 0
 
@@ -76,12 +76,14 @@ def load_object(path: str, key: str) -> Callable[..., object]:
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{key}: module {error.name!r} of {path!r} cannot be imported; is it in plugins/ "
-                         "or installed?") from None
+        raise ValueError(
+            f"{key}: module {error.name!r} of {path!r} cannot be imported; is it in plugins/ "
+            "or installed?"
+        ) from None
     target = getattr(module, attribute, None)
     if not callable(target):
         raise ValueError(f"{key}: {module_name} has no callable {attribute!r}, got {path!r}")
-    return cast("Callable[..., object]", target)
+    return target
 
 
 def build(builder: Callable[..., object], context: EnvContext) -> Env:
@@ -102,10 +104,14 @@ def build(builder: Callable[..., object], context: EnvContext) -> Env:
     named = [p for p in wanted if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     unknown = [p.name for p in named if p.name not in available and p.default is p.empty]
     if unknown:
-        raise ValueError(f"env.build: arguments {unknown} of {builder!r} are unknown; use {sorted(available)}")
+        raise ValueError(
+            f"env.build: arguments {unknown} of {builder!r} are unknown; use {sorted(available)}"
+        )
     env = builder(**{p.name: available[p.name] for p in named if p.name in available})
     if not callable(getattr(env, "step", None)):
-        raise ValueError(f"env.build: {builder!r} returned {type(env).__name__}, which has no step()")
+        raise ValueError(
+            f"env.build: {builder!r} returned {type(env).__name__}, which has no step()"
+        )
     return cast("Env", env)
 
 
@@ -121,6 +127,8 @@ def observation_message(env: Env, observation: object) -> Message:
     formatter = getattr(env, "format_observation", None)
     shown = formatter(observation) if callable(formatter) else observation
     if isinstance(shown, Message):
+        if shown.role not in ("user", "tool"):
+            raise ValueError(f"an observation's role must be 'user' or 'tool', got {shown.role!r}")
         return shown
     if isinstance(shown, Observation):
         return Message(shown.role, (*shown.images, *((shown.text,) if shown.text else ())))
@@ -128,7 +136,9 @@ def observation_message(env: Env, observation: object) -> Message:
         return Message("tool", (shown,))
     if isinstance(shown, Mapping):
         return _from_mapping(cast("Mapping[str, object]", shown))
-    raise ValueError(f"an observation must be text, a Message or a mapping, got {type(shown).__name__}")
+    raise ValueError(
+        f"an observation must be text, a Message or a mapping, got {type(shown).__name__}"
+    )
 
 
 def _from_mapping(shown: Mapping[str, object]) -> Message:
@@ -136,25 +146,34 @@ def _from_mapping(shown: Mapping[str, object]) -> Message:
     if role not in ("user", "tool"):
         raise ValueError(f"an observation's role must be 'user' or 'tool', got {role!r}")
     if "content" in shown:
-        content = shown["content"]
-        parts = [content] if isinstance(content, str) else list(cast("Sequence[object]", content))
-        return Message(role, tuple(_part(part) for part in parts))
-    media = cast("Mapping[str, Sequence[object]]", shown.get("multi_modal_data") or {})
-    pictures = tuple(image_record(picture) for picture in media.get("image", ()))
+        return Message(role, tuple(_part(part) for part in _as_list(shown["content"])))
+    media = shown.get("multi_modal_data") or {}
+    if not isinstance(media, Mapping):
+        raise ValueError(f"multi_modal_data must be a mapping, got {type(media).__name__}")
+    images = cast("Mapping[str, object]", media).get("image") or ()
+    pictures = tuple(image_record(picture) for picture in _as_list(images))
     return Message(role, (*pictures, str(shown.get("obs_str", ""))))
+
+
+def _as_list(content: object) -> Sequence[object]:
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return cast("Sequence[object]", content)
+    return [content]
 
 
 def _part(part: object) -> str | ImageRecord:
     if isinstance(part, str | ImageRecord):
         return part
-    typed = cast("Mapping[str, object]", part)
+    typed = cast("Mapping[str, object]", part) if isinstance(part, Mapping) else {}
     if typed.get("type") == "image":
-        return image_record(typed["image"])
-    return str(typed["text"])
+        return image_record(typed.get("image"))
+    if isinstance(typed.get("text"), str):
+        return str(typed["text"])
+    raise ValueError(f"a part of a message must be text or an image, got {str(part)[:80]}")
 
 
 def image_record(picture: object) -> ImageRecord:
-    """A record of a picture that an environment made (PIL image or record); RGB, lossless PNG.
+    """A record of a picture that an environment made (PIL image or record); on white, RGB, lossless PNG.
 
     Raises:
         ValueError: it is neither.
@@ -162,7 +181,12 @@ def image_record(picture: object) -> ImageRecord:
     if isinstance(picture, ImageRecord):
         return picture
     if not isinstance(picture, Image.Image):
-        raise ValueError(f"a picture must be a PIL image or an ImageRecord, got {type(picture).__name__}")
+        raise ValueError(
+            f"a picture must be a PIL image or an ImageRecord, got {type(picture).__name__}"
+        )
+    if picture.has_transparency_data:
+        shown = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown)
     buffer = io.BytesIO()
     picture.convert("RGB").save(buffer, format="PNG", compress_level=1)
     return ImageRecord.from_png(buffer.getvalue(), picture.width, picture.height)

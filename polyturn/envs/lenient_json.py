@@ -48,16 +48,16 @@ def read_object(text: str, start: int) -> tuple[dict[str, Json], int]:
     if reader.peek() != "{":
         raise MalformedJsonError("a JSON object must follow the tag")
     value = reader.object(0)
-    return value, reader.position
+    return value, start + reader.position
 
 
 class _Reader:
-    """A position in a text, moved on by each read."""
+    """A position in the text from `start` on, moved on by each read."""
 
     def __init__(self, text: str, start: int) -> None:
-        self._text = text[: start + MAX_CHARACTERS]
-        self._is_cut = len(text) > len(self._text)
-        self.position = start
+        self._text = text[start : start + MAX_CHARACTERS]
+        self._is_cut = len(text) > start + MAX_CHARACTERS
+        self.position = 0
 
     def peek(self) -> str:
         """The next character that is no white space; "" at the end."""

@@ -49,7 +49,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\\\(?=[A-Za-z])", r"\\"),  # a doubled backslash before a command
-        (r"\\!", ""),
+        (r"\\!\s*", ""),
         (r"\{,\}", ","),
         (
             r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|rm|bf|it)(?![A-Za-z])\.?",
@@ -74,6 +74,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\s+", " "),
     )
 )
+_ROUND_ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 _EDGES = " .,;:*_`\"'"
 
 _UNIT_WORDS = (
@@ -88,8 +89,9 @@ _TRAILING_WORDS = re.compile(rf"(?<=[\d}})°])(?:\s+(?!{_FUNCTIONS}\b)[A-Za-z]{{
 _LEADING_WORDS = re.compile(
     rf"^(?:(?!{_FUNCTIONS}\b|[a-z]*frac\b)[A-Za-z]{{2,}}[\s:]+)+(?=[-\d\\(.])"
 )
-_EQUALS = re.compile(r"(?<![<>!:])=+|\\equiv(?![A-Za-z])")
+_EQUALS = re.compile(r"(?<![<>!:])=+|\\(?:equiv|in)(?![A-Za-z])")
 _APPROX = re.compile(r"\\(?:approx|simeq|doteq|sim)(?![A-Za-z])")
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])(?![ei](?![A-Za-z]))[A-Za-z]")
 _LEFT_SIDE = re.compile(r"^(?!\s*\d+\s*[A-Za-z\\])[^+*<>^/]*$")
 
 
@@ -115,6 +117,12 @@ def plain(text: str) -> str:
     return trim(shown)
 
 
+def for_sympy(text: str) -> str:
+    """LaTeX that math-verify reads right: formula marks around it, no Unicode, no round brackets after a root."""
+    shown = _ROUND_ROOT.sub(r"\\sqrt{\1}", text.translate(_TRANSLATION))
+    return shown if re.search(r"\$|\\\(|\\\[", shown) else f"${shown}$"
+
+
 def trim(text: str) -> str:
     r"""Without white space, punctuation, Markdown marks and stray backslashes at the edges; `.5` keeps its point."""
     shown = text.strip(_EDGES.replace(".", "")).rstrip(_EDGES + "\\")
@@ -127,7 +135,7 @@ def right_side(text: str) -> str:
     if rounded and not _EQUALS.search(exact):
         return rounded[0].strip()
     *left, right = _EQUALS.split(exact)
-    if left and all(_LEFT_SIDE.match(side) or not re.search(r"[A-Za-z]", side) for side in left):
+    if left and all(_LEFT_SIDE.match(side) or not _VARIABLE.search(side) for side in left):
         return right.strip()
     return text
 

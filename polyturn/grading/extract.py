@@ -17,20 +17,20 @@ from polyturn.grading import clean, values
 
 TAIL = 8_000  # characters from the end in which an unboxed answer is looked for
 MAX_ANSWER = 300  # characters of a text that is an answer as a whole
-MAX_CHOICE = 40  # characters of a choice letter with its text
 MAX_JOINED = 20  # boxes that form one list
 
-Source = Literal["box", "tag", "text", "marker", "bold", "formula", "number"]
+Source = Literal["box", "tag", "text", "marker", "bold", "end"]
 
 _BRACE = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])\s*\{?|\\[{}]|[{}]")
 _JOINT = re.compile(r"\}?[^.;:\n]{0,40}?(?:\band\b|\bor\b|,)[^.;:\n]{0,20}|\}?[\s$,]*")
 _BARE = re.compile(r"-?(?:\d[\d.,]*|\\[A-Za-z]+\s*(?:\{[^{}]*\}){0,2}|[A-Za-z])")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _TURN_END = re.compile(r"<\|im_end\|>|<\|im_start\|>user|<\|endoftext\|>")
 _MARKER = re.compile(
     r"(?:final\s+answer|\banswer)(?:\s*\*\*)?\s*(?:is\b|:|=)\s*(?:\*\*)?\s*(?:the\s+(?:final\s+)?answer\s+is)?([^\n]{1,400})",
     re.IGNORECASE,
 )
+_SENTENCE_END = re.compile(r"(?<=[\d$})°%])\.\s+|(?<=[a-z])\.\s+(?=[A-Z])|\bI hope it is correct")
+_GOES_ON = re.compile(r"\s*(?:[-+*/^=(\\√π·×]|[A-Za-z](?![A-Za-z]))")
 _BOLD = re.compile(r"\*\*\s*([^*\n]{1,100}?)\s*\*\*")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(.{1,1000}?)(?<!\\)\$\$|(?<!\\)\$((?:[^$\\]|\\.){1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]",
@@ -44,6 +44,7 @@ _TERM = (
 _RUN = re.compile(
     rf"{_TERM}(?:\s?(?:[*/·×^]|\\cdot)?\s?(?:{_TERM}|(?<=[*/^])\d+))*(?:\s?(?:\\?%|°|\^\\circ))?"
 )
+_LETTER = re.compile(r"(?:\bis|'s|\bchoose|\boption|\bchoice|^)\s*\(?([A-H])\)?(?![A-Za-z'])")
 _CHOICE = re.compile(r"^\(?([A-E])\)?(?:[.):,\s]|$)")
 
 
@@ -70,9 +71,10 @@ def extract(text: str, *, needs_box: bool = False) -> Extraction:
     if boxes:
         answers = joined(visible, boxes)
         return Extraction(answers[-1], "box", is_malformed, answers)
-    tag = last(_TAG, visible)
-    if tag is not None:
-        return Extraction(tag.strip() or None, "tag", is_malformed)
+    head, closing, _ = visible.rpartition("</answer>")
+    _, opening, tagged = head.rpartition("<answer>")
+    if closing and opening:
+        return Extraction(tagged.strip() or None, "tag", is_malformed)
     if is_malformed or needs_box:
         return Extraction(None, None, is_malformed)
     return _unboxed(visible[-TAIL:].strip())
@@ -102,7 +104,7 @@ def boxes_in(text: str) -> tuple[list[Box], bool]:
             open_braces.append(None)
         elif token == "}" and open_braces:
             start = open_braces.pop()
-            if start is not None and text[start[1] : match.start()].strip():
+            if start is not None and not _is_blank(text, start[1], match.start()):
                 found.append(Box(*start, match.start()))
         elif token.endswith("{") and token != "\\{":
             open_braces.append((match.start(), match.end()))
@@ -110,6 +112,11 @@ def boxes_in(text: str) -> tuple[list[Box], bool]:
             found.append(Box(match.start(), bare.start(), bare.end()))
     unclosed = max((start[0] for start in open_braces if start is not None), default=-1)
     return found, unclosed > (found[-1].start if found else -1)
+
+
+def _is_blank(text: str, start: int, end: int) -> bool:
+    """Whether text[start:end] is white space; without a copy, for boxes in boxes in boxes."""
+    return all(text[position].isspace() for position in range(start, end))
 
 
 def joined(text: str, boxes: list[Box]) -> tuple[str, ...]:
@@ -140,32 +147,31 @@ def _unboxed(text: str) -> Extraction:
     bold = last(_BOLD, text)
     if bold is not None and is_value(bold):
         return Extraction(bold, "bold")
+    found = _last_formula_or_number(text) or last(_LETTER, text)
+    return Extraction(found, "end" if found else None)
+
+
+def _last_formula_or_number(text: str) -> str | None:
     formula, number = last(_FORMULA, text), last(_RUN, text)
     if formula is not None and (
         number is None or text.rfind(formula) + len(formula) >= text.rfind(number)
     ):
-        return Extraction(formula.strip(), "formula")
-    if number is not None:
-        return Extraction(number.strip(), "number")
-    return (
-        Extraction(text, "text")
-        if _CHOICE.match(text) and len(text) <= MAX_CHOICE
-        else Extraction(None, None)
-    )
+        return formula.strip()
+    return number.strip() if number is not None else None
 
 
 def _in_sentence(sentence: str) -> str | None:
-    """The answer in what follows "Answer:": the whole of it, a formula, the first choice letter or the last number."""
-    sentence = re.split(
-        r"(?<=[\w$})°%])\.\s+(?=[A-Z])|\bI hope it is correct", sentence, maxsplit=1
-    )[0]
-    sentence = sentence.strip().strip("*_ ")
+    """The answer in what follows "Answer:": all of it, a choice letter, what it begins with, or its last value."""
+    sentence = _SENTENCE_END.split(sentence, maxsplit=1)[0].strip().strip("*_ ")
     if is_value(sentence):
         return sentence
     choice = _CHOICE.match(sentence)
     if choice is not None:
         return choice.group(1)
-    return last(_FORMULA, sentence) or last(_RUN, sentence)
+    first = _FORMULA.match(sentence) or _RUN.match(sentence)
+    if first is not None and not _GOES_ON.match(sentence, first.end()):
+        return first.group()
+    return _last_formula_or_number(sentence)
 
 
 def last(pattern: re.Pattern[str], text: str) -> str | None:

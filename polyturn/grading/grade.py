@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from polyturn.grading import clean, extract, values
+from polyturn.grading import clean, extract, symbolic, values
 from polyturn.grading.compare import Policy, same_value
-from polyturn.grading.numbers import NotANumberError
+from polyturn.grading.numbers import NotANumberError, Number
 from polyturn.grading.values import Value
 
-_CHOICE = re.compile(r"^\(?([A-H])\)?(?:[.):]?\s+\S.*)?$", re.DOTALL)
+_CHOICE = re.compile(r"^\(?([A-H])\)?(?:[.:]?\s+[A-Za-z]{2,}.*)?$", re.DOTALL)
+_FORMULA = re.compile(r"[\d=<>+^&]|\\[A-Za-z]|\b[A-Za-z]\b")
 _LABEL_WORD = re.compile(r"[A-Za-z]{2,}")
 
 
@@ -33,24 +34,32 @@ def grade(prediction: str, reference: str, policy: Policy, *, needs_box: bool = 
     """Grade a reply (or a bare answer) against a reference."""
     expected = reference_text(reference)
     found = extract.extract(prediction, needs_box=needs_box)
-    if found.answer is None:
-        if needs_box or found.is_malformed or len(prediction) > extract.MAX_ANSWER:
-            return Verdict(False, "no answer found", None, found.is_malformed)
-        answers = [prediction]
-    else:
-        answers = (
-            [found.answer]
-            if found.source in ("box", "tag") or len(prediction) > extract.MAX_ANSWER
-            else [prediction, found.answer]
+    outcome = _Outcome(False, "no answer found")
+    for answer in _candidates(prediction, found, needs_box=needs_box):
+        outcome = _compare(answer, expected, policy)
+        if outcome.match or outcome.failure:
+            break
+    return Verdict(outcome.match, outcome.reason, found.answer, found.is_malformed, outcome.failure)
+
+
+def _candidates(prediction: str, found: extract.Extraction, *, needs_box: bool) -> list[str]:
+    """What is compared: a box alone; without one, a short text as a whole and then the answer found in it."""
+    if found.source in ("box", "tag"):
+        joined = [", ".join(found.joined)] if len(found.joined) > 1 else []
+        return [found.answer or "", *joined]
+    is_bare = len(prediction) <= extract.MAX_ANSWER and not needs_box and not found.is_malformed
+    return list(
+        dict.fromkeys(
+            [*([prediction] if is_bare else []), *([found.answer] if found.answer else [])]
         )
-    if len(found.joined) > 1:
-        answers.append(", ".join(found.joined))
-    reason = "different"
-    for answer in answers:
-        matched, reason = _compare(answer, expected, policy)
-        if matched:
-            return Verdict(True, reason, found.answer or prediction.strip(), found.is_malformed)
-    return Verdict(False, reason, found.answer, found.is_malformed)
+    )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    match: bool
+    reason: str
+    failure: str | None = None
 
 
 def reference_text(reference: str) -> str:
@@ -59,21 +68,38 @@ def reference_text(reference: str) -> str:
     return ", ".join(extract.joined(reference, boxes)) if boxes else reference.strip()
 
 
-def _compare(answer: str, expected: str, policy: Policy) -> tuple[bool, str]:
-    """Cheap checks first: text, choice letter, value."""
+def _compare(answer: str, expected: str, policy: Policy) -> _Outcome:
+    """Cheap checks first: text, value, choice letter; symbolic work only where neither side is settled by them."""
     if not expected:
-        return False, "the reference is empty"
+        return _Outcome(False, "the reference is empty")
     if answer.strip() == expected:
-        return True, "same text"
+        return _Outcome(True, "same text")
     reference, prediction = _value(expected), _value(answer)
-    if reference is not None:
-        if prediction is None:
-            return False, "the prediction is no value"
+    if reference is not None and prediction is not None:
         reason = same_value(prediction, reference, policy) or _as_collections(
             answer, expected, policy
         )
-        return reason is not None, reason or "different values"
-    return _same_words(answer, expected)
+        return _Outcome(reason is not None, reason or "different values")
+    if isinstance(reference, Number):
+        return _Outcome(False, "the prediction is no number")
+    words = _words(answer), _words(expected)
+    if words[0] and words[0] == words[1]:
+        return _Outcome(True, "same text")
+    choices = _CHOICE.match(words[0]), _CHOICE.match(words[1])
+    if choices[0] and choices[1] and min(map(len, words)) == 1:
+        is_same = choices[0].group(1) == choices[1].group(1)
+        return _Outcome(is_same, f"{'same' if is_same else 'different'} choice letter")
+    return _symbolic(answer, expected, policy)
+
+
+def _symbolic(answer: str, expected: str, policy: Policy) -> _Outcome:
+    if max(len(answer), len(expected)) > clean.MAX_CHARACTERS:
+        return _Outcome(False, "the answer is too long")
+    if not _FORMULA.search(expected) or not _FORMULA.search(answer):
+        return _Outcome(False, "different words")
+    result = symbolic.compare(clean.for_sympy(answer), clean.for_sympy(expected), policy.timeout_s)
+    reason = result.failure or ("symbolically equal" if result.match else "symbolically different")
+    return _Outcome(result.match, reason, result.failure)
 
 
 def _as_collections(answer: str, expected: str, policy: Policy) -> str | None:
@@ -87,16 +113,6 @@ def _value(text: str) -> Value | None:
         return values.read(text)
     except NotANumberError:
         return None
-
-
-def _same_words(answer: str, expected: str) -> tuple[bool, str]:
-    left, right = (_words(text) for text in (answer, expected))
-    if left and left == right:
-        return True, "same text"
-    choices = _CHOICE.match(left), _CHOICE.match(right)
-    if choices[0] and choices[1] and min(len(left.strip("()")), len(right.strip("()"))) == 1:
-        return choices[0].group(1) == choices[1].group(1), "choice letter"
-    return False, "different"
 
 
 def _words(text: str) -> str:

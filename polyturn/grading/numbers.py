@@ -21,7 +21,7 @@ MAX_EXPONENT = 5_000  # of scientific notation
 _TOKEN = re.compile(
     r"\s*(?:(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)|\\?([A-Za-z]+)|(\*\*|[-+*/^!(){}\[\]|_°]))"
 )
-_GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+|(?:, \d{3}){2,})(?!\d)")
+_GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)")
 _DECIMAL_COMMA = re.compile(r"^(-?\s*\d+),(\d+)$")
 _DECIMAL = re.compile(r"^-?\s*\d*\.(\d+)$")
 _MIXED = re.compile(r"^(-?) ?(\d+) (\d+ ?/ ?\d+)$")

@@ -14,8 +14,7 @@ MAX_DEPTH = 4
 
 Kind = Literal["set", "()", "(]", "[)", "[]"]
 
-_AND = re.compile(r",?\s*(?<![A-Za-z])(?:and|or)(?![A-Za-z])\s*(?:,)?|;")
-_SEPARATOR = re.compile(r"[,;](?!\d{3}(?!\d))|[,;](?=\s)|,(?=\d{3})")
+_AND = re.compile(r"[,;]?\s*(?<![A-Za-z])(?:and|or)(?![A-Za-z])\s*,?")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
@@ -49,7 +48,10 @@ def read(text: str) -> Value:
 def read_collection(text: str) -> Collection | None:
     """The collection that an answer says; None when it says none (a number with a decimal comma may be both)."""
     try:
-        shown = clean.trim(clean.right_side(clean.plain(text)))
+        shown = clean.trim(clean.plain(text)).replace("\\{", "{").replace("\\}", "}")
+        shown = _AND.sub(",", shown)
+        if len(_split(shown, ",;")) == 1:
+            shown = clean.right_side(shown)
         return _collection(shown, 0)
     except (NotANumberError, clean.TooLongError):
         return None
@@ -58,18 +60,18 @@ def read_collection(text: str) -> Collection | None:
 def _collection(shown: str, depth: int) -> Collection | None:
     if depth > MAX_DEPTH:
         return None
-    shown = shown.replace("\\{", "{").replace("\\}", "}")
-    shown = _AND.sub(",", shown)
     kind: Kind = "set"
-    parts = _split(shown)
+    parts = _split(shown, ",;")
     if len(parts) == 1 and _is_wrapped(shown):
-        inner = _split(shown[1:-1])
+        inner = _split(shown[1:-1], ",;")
         if len(inner) > 1 or shown[0] == "{":
             kind = "set" if shown[0] == "{" else _interval(shown[0] + shown[-1])
             parts = inner
-    if len(parts) == 1 and not _PLUS_MINUS.search(parts[0]) and kind == "set":
+    elif len(groups := _split(shown, ";")) > 1 and len(parts) > len(groups):
+        parts = [f"({group})" for group in groups]  # p=5, q=2; p=7, q=2
+    if len(parts) == 1 and kind == "set" and shown[:1] != "{" and not _PLUS_MINUS.search(shown):
         return None
-    if len(parts) > MAX_ITEMS:
+    if not parts or len(parts) > MAX_ITEMS:
         return None
     items = tuple(item for part in parts for item in _items(part, depth))
     return Collection(kind, items)
@@ -80,7 +82,7 @@ def _interval(brackets: str) -> Kind:
 
 
 def _items(part: str, depth: int) -> list[Value]:
-    part = clean.trim(clean.right_side(part))
+    part = part if _is_wrapped(part) else clean.trim(clean.right_side(part))
     if _PLUS_MINUS.search(part):
         return [numbers.parse(_PLUS_MINUS.sub(sign, part)) for sign in "+-"]
     nested = _collection(part, depth + 1)
@@ -107,14 +109,14 @@ def _is_wrapped(shown: str) -> bool:
     return False
 
 
-def _split(shown: str) -> list[str]:
-    """The parts between the commas that stand in no bracket."""
+def _split(shown: str, separators: str) -> list[str]:
+    """The parts between the separators that stand in no bracket."""
     parts = [""]
     depth = 0
     for character in shown:
         depth += character in "([{"
         depth -= character in ")]}"
-        if character == "," and depth == 0:
+        if character in separators and depth == 0:
             parts.append("")
         else:
             parts[-1] += character
