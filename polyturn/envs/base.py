@@ -147,12 +147,13 @@ def _from_mapping(shown: Mapping[str, object]) -> Message:
         raise ValueError(f"an observation's role must be 'user' or 'tool', got {role!r}")
     if "content" in shown:
         return Message(role, tuple(_part(part) for part in _as_list(shown["content"])))
-    media = shown.get("multi_modal_data") or {}
-    if not isinstance(media, Mapping):
-        raise ValueError(f"multi_modal_data must be a mapping, got {type(media).__name__}")
-    images = cast("Mapping[str, object]", media).get("image") or ()
+    images = _as_mapping(shown.get("multi_modal_data")).get("image") or ()
     pictures = tuple(image_record(picture) for picture in _as_list(images))
     return Message(role, (*pictures, str(shown.get("obs_str", ""))))
+
+
+def _as_mapping(value: object) -> Mapping[str, object]:
+    return cast("Mapping[str, object]", value if isinstance(value, Mapping) else {})
 
 
 def _as_list(content: object) -> Sequence[object]:
@@ -164,7 +165,7 @@ def _as_list(content: object) -> Sequence[object]:
 def _part(part: object) -> str | ImageRecord:
     if isinstance(part, str | ImageRecord):
         return part
-    typed = cast("Mapping[str, object]", part) if isinstance(part, Mapping) else {}
+    typed = _as_mapping(part)
     if typed.get("type") == "image":
         return image_record(typed.get("image"))
     if isinstance(typed.get("text"), str):

@@ -1,0 +1,202 @@
+"""The environment API: arguments by name, slime's modules as they are, observations of every documented shape."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+
+import pytest
+from PIL import Image
+
+from polyturn.envs.base import (
+    EnvContext,
+    Observation,
+    build,
+    image_record,
+    load_object,
+    observation_message,
+)
+from polyturn.types import ImageRecord, Message, Problem
+
+SLIME_MODULE = '''
+class BaseInteractionEnv:
+    """As in slime: formats an observation into one chat message."""
+
+    def reset(self):
+        raise NotImplementedError
+
+    def step(self, response_text):
+        raise NotImplementedError
+
+    def close(self):
+        pass
+
+    def format_observation(self, observation):
+        content = []
+        for _, images in (observation.get("multi_modal_data") or {}).items():
+            for image in images:
+                content.append({"type": "image", "image": image})
+        content.append({"type": "text", "text": observation.get("obs_str", "")})
+        return {"role": "user", "content": content}
+
+
+class CountingEnv(BaseInteractionEnv):
+    def __init__(self, ground_truth, max_turns):
+        self.ground_truth, self.max_turns, self.turn = ground_truth, max_turns, 0
+
+    def reset(self):
+        self.turn = 0
+        return {}, {}
+
+    def step(self, response_text):
+        self.turn += 1
+        done = self.turn >= self.max_turns
+        return {"obs_str": f"{self.ground_truth} after {response_text}", "role": "tool"}, done, {"turn": self.turn}
+
+
+def build_env(sample=None, args=None, **_):
+    return CountingEnv(sample.metadata.get("truth") or sample.label, args.max_turns)
+'''
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return Problem("p1", "train", (Message("user", ("Find x.",)),), "7", {"truth": "seven"})
+
+
+@pytest.fixture
+def slime_env_path(monkeypatch: pytest.MonkeyPatch) -> str:
+    module = types.ModuleType("slime_style_env")
+    exec(SLIME_MODULE, module.__dict__)  # a user's module, as if it lay in plugins/
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return f"{module.__name__}:build_env"
+
+
+def test_a_slime_env_module_runs_unchanged(slime_env_path: str, problem: Problem) -> None:
+    builder = load_object(slime_env_path, "env.build")
+    env = build(builder, EnvContext(problem, {"extra": 1}, max_turns=2))
+    observation, done, info = env.step("hello")  # type: ignore[misc]
+    assert (done, info) == (False, {"turn": 1})
+    assert observation_message(env, observation) == Message("user", ("seven after hello",))
+    assert env.step("again")[1] is True  # type: ignore[index]
+
+
+def test_slime_args_show_env_params_and_the_turn_limit(problem: Problem) -> None:
+    seen: dict[str, object] = {}
+
+    def build_env(args: object, sample: object) -> object:
+        seen.update(vars(args))
+        seen["prompt"] = sample.prompt  # type: ignore[attr-defined]
+        return types.SimpleNamespace(step=lambda text: ("", True, {}))
+
+    build(build_env, EnvContext(problem, {"oracle": False, "max_turns": 99}, max_turns=4))
+    assert seen["oracle"] is False
+    assert seen["max_turns"] == 4, "the loop's limit, not a param of that name"
+    assert seen["prompt"] == [{"role": "user", "content": "Find x."}]
+
+
+def test_arguments_are_bound_by_name_and_others_are_refused(problem: Problem) -> None:
+    def in_any_order(seed: int, problem: Problem, *, max_turns: int, label: str = "x") -> object:
+        assert (seed, problem.id, max_turns, label) == (3, "p1", 5, "x")
+        return types.SimpleNamespace(step=lambda text: ("", True, {}))
+
+    build(in_any_order, EnvContext(problem, max_turns=5, seed=3))
+    with pytest.raises(
+        ValueError, match=r"env\.build: arguments \['wrong'\].*use \['args', 'max_turns'"
+    ):
+        build(lambda problem, wrong: None, EnvContext(problem))
+    with pytest.raises(ValueError, match="returned NoneType, which has no step"):
+        build(lambda problem: None, EnvContext(problem))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("polyturn_no_such_module:build_env", "env.build: module 'polyturn_no_such_module'"),
+        (
+            "polyturn.envs.single_turn:nothing",
+            "env.build: polyturn.envs.single_turn has no callable 'nothing'",
+        ),
+        ("polyturn.reward:__all__", "env.build: polyturn.reward has no callable '__all__'"),
+    ],
+)
+def test_a_wrong_path_names_the_key(path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_object(path, "env.build")
+
+
+def picture(mode: str = "RGB", colour: object = (10, 20, 30)) -> Image.Image:
+    return Image.new(mode, (4, 2), colour)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("observation", "expected_role", "num_images", "text"),
+    [
+        ("seen", "tool", 0, "seen"),
+        (Message("user", ("seen",)), "user", 0, "seen"),
+        (Observation("seen", role="user"), "user", 0, "seen"),
+        (Observation("", (image_record(picture()),)), "tool", 1, ""),
+        ({"obs_str": "seen"}, "user", 0, "seen"),
+        (
+            {
+                "obs_str": "seen",
+                "role": "tool",
+                "multi_modal_data": {"image": [picture(), picture()]},
+            },
+            "tool",
+            2,
+            "seen",
+        ),
+        ({"role": "tool", "content": "seen"}, "tool", 0, "seen"),
+        (
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "image": picture()},
+                    {"type": "text", "text": "seen"},
+                ],
+            },
+            "user",
+            1,
+            "seen",
+        ),
+    ],
+)
+def test_every_documented_observation_becomes_a_message(
+    observation: object, expected_role: str, num_images: int, text: str
+) -> None:
+    message = observation_message(types.SimpleNamespace(), observation)  # type: ignore[arg-type]
+    assert (message.role, len(message.images), message.text) == (expected_role, num_images, text)
+    if num_images:
+        assert isinstance(message.content[0], ImageRecord), "pictures come first"
+
+
+@pytest.mark.parametrize(
+    "observation",
+    [
+        None,
+        5,
+        {"role": "assistant", "obs_str": "x"},
+        Message("assistant", ("x",)),
+        {"content": [{"type": "video"}]},
+        {"content": [None]},
+        {"obs_str": "x", "multi_modal_data": {"image": ["http://figures.example/a.png"]}},
+    ],
+)
+def test_other_observations_are_refused_with_a_reason(observation: object) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        observation_message(types.SimpleNamespace(), observation)  # type: ignore[arg-type]
+
+
+def test_a_picture_is_recorded_on_white_and_equal_pictures_have_one_hash() -> None:
+    transparent = picture("RGBA", (255, 0, 0, 0))
+    record = image_record(transparent)
+    shown = Image.open(io.BytesIO(record.read()))
+    assert (shown.mode, shown.getpixel((0, 0)), shown.size) == (
+        "RGB",
+        (255, 255, 255),
+        (record.width, record.height),
+    )
+    assert image_record(picture()) == image_record(picture("RGBA", (10, 20, 30, 255)))
+    assert image_record(record) is record

@@ -1,0 +1,134 @@
+"""The Geometry3K env: feedback per turn, last-chance wording, no leak without the oracle, no turn limit of its own."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from polyturn.envs.base import EnvContext, build, load_object
+from polyturn.envs.demonstration import Demonstration, Say
+from polyturn.envs.geo3k import LAST_CHANCE, TOOL_NAMES, Geo3kEnv, build_env, demonstrations
+from polyturn.types import Json, Message, Problem
+
+PROBLEM = Problem("g1", "train", (Message("user", ("Find x.",)),), "3 \\sqrt { 2 }")
+
+
+def make(*, max_turns: int = 5, **params: object) -> Geo3kEnv:
+    env = build(
+        load_object("polyturn.envs.geo3k:build_env", "env.build"),
+        EnvContext(PROBLEM, params, max_turns),
+    )
+    assert isinstance(env, Geo3kEnv)
+    return env
+
+
+def call(answer: Json, name: str = "calc_score") -> str:
+    return f"Let me check.\n<tool_call>\n{json.dumps({'name': name, 'arguments': {'answer': answer}})}\n</tool_call>"
+
+
+@pytest.mark.parametrize("name", ["calc_score", "calc_geo3k_reward"])
+def test_both_tool_names_give_the_same_feedback(name: str) -> None:
+    observation, done, info = make().step(call("\\sqrt{18}", name))
+    assert "correct (score 1)" in observation.text
+    assert (done, info["score"], observation.role) == (False, 1.0, "tool")
+    assert name in TOOL_NAMES
+
+
+def test_feedback_comes_each_turn_and_the_last_call_counts() -> None:
+    env = make()
+    assert "wrong (score 0)" in env.step(call("5"))[0].text
+    observation, _, info = env.step(call("5") + call("4.242640687119285"))
+    assert "correct" in observation.text
+    assert (info["num_tool_calls"], info["score"]) == (2, 1.0)
+
+
+def test_single_backslashes_grade_like_escaped_ones() -> None:
+    text = '<tool_call>{"name": "calc_score", "arguments": {"answer": "\\frac{6}{\\sqrt{2}}"}}</tool_call>'
+    assert make().step(text)[2]["score"] == 1.0
+
+
+def test_a_number_as_answer_is_graded_and_other_shapes_are_explained() -> None:
+    env = Geo3kEnv("5", oracle=True, max_turns=9)
+    assert env.step(call(5))[2]["score"] == 1.0
+    for bad in ({"v": 5}, ["5"], None, True, "  "):
+        observation, done, info = env.step(call(bad))
+        assert info == {"num_tool_calls": 1, "tool_error": True}
+        assert not done
+        assert '"answer" as a string' in observation.text
+        assert "<tool_call>" in observation.text, "the model is told what to write"
+
+
+def test_an_unknown_tool_and_broken_json_are_explained_and_the_episode_goes_on() -> None:
+    env = make()
+    observation, done, info = env.step(call("5", "calculator"))
+    assert "no function 'calculator'" in observation.text
+    assert (done, info["tool_error"]) == (False, True)
+    observation, done, info = env.step(
+        '<tool_call>{"name": "calc_score", "arguments": {"answer": "5"'
+    )
+    assert "not complete" in observation.text
+    assert (done, info["tool_error"]) == (False, True)
+
+
+def test_a_reply_without_a_call_ends_the_episode() -> None:
+    observation, done, info = make().step("Answer: \\boxed{5}")
+    assert (observation.text, done, info["num_tool_calls"]) == ("", True, 0)
+
+
+@pytest.mark.parametrize("max_turns", [1, 2, 3, 4])
+def test_the_last_chance_is_said_exactly_when_one_reply_is_left(max_turns: int) -> None:
+    env = make(max_turns=max_turns)
+    said = [turn for turn in range(1, 7) if LAST_CHANCE in env.step(call("5"))[0].text]
+    assert said == [max_turns - 1] * (max_turns > 1)
+
+
+def test_the_env_has_no_turn_limit_of_its_own() -> None:
+    env = make(max_turns=2)
+    assert [env.step(call("5"))[1] for _ in range(6)] == [False] * 6
+
+
+def test_without_the_oracle_right_and_wrong_look_the_same() -> None:
+    right, wrong = (
+        make(oracle=False).step(call(answer)) for answer in ("3\\sqrt{2}", "4\\sqrt{2}")
+    )
+    assert right[0].text.replace("3\\sqrt", "4\\sqrt") == wrong[0].text
+    assert right[2] == wrong[2] == {"num_tool_calls": 1, "tool_error": False}
+    assert "no value" in make(oracle=False).step(call("see figure"))[0].text
+
+
+def test_feedback_never_shows_the_reference() -> None:
+    for oracle in (True, False):
+        text = make(oracle=oracle).step(call("5"))[0].text
+        assert "\\sqrt { 2 }" not in text
+
+
+@pytest.mark.parametrize("params", [{"oracle": "no"}, {"orcale": False}])
+def test_wrong_params_name_the_key(params: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"env\.params"):
+        build_env(PROBLEM, params, 3)
+
+
+def test_the_schema_describes_the_tool() -> None:
+    (schema,) = make().tools
+    assert json.loads(json.dumps(schema))["function"]["name"] == "calc_score"
+
+
+def test_the_demonstration_answers_in_a_box() -> None:
+    shown = demonstrations("answer", PROBLEM, random.Random(0))
+    assert shown.prompt == PROBLEM.messages
+    assert shown.turns == (Say("Answer: \\boxed{3 \\sqrt { 2 }}"),)
+    with pytest.raises(ValueError, match="kind 'answer', got 'read'"):
+        demonstrations("read", PROBLEM, random.Random(0))
+
+
+def test_demonstrations_alternate_and_spans_lie_in_the_reply() -> None:
+    observation = Message("tool", ("seen",))
+    Demonstration((), (Say("a"), observation, Say("b", ((0, 1),))), "k")
+    for turns in ((), (observation,), (Say("a"), Say("b"), Say("c")), (Say("a"), observation)):
+        with pytest.raises(ValueError, match="alternate"):
+            Demonstration((), turns, "k")
+    for spans in (((0, 9),), ((1, 1),), ((1, 2), (0, 1)), ((-1, 1),)):
+        with pytest.raises(ValueError, match="trained spans"):
+            Say("abc", spans)

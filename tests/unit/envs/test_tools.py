@@ -1,0 +1,317 @@
+"""parse_tool_calls: reported cases, texts of other projects' tests, any JSON, any mutation."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyturn.envs.tools import ToolCall, ToolCallError, parse_tool_calls, read_reply
+from polyturn.reward import answers_match
+from polyturn.types import Json
+
+SHARED = Path(__file__).resolve().parents[3].parent / "shared"
+
+
+def wrap(payload: str) -> str:
+    return f"<tool_call>\n{payload}\n</tool_call>"
+
+
+def answer_call(raw: str) -> str:
+    """A call whose answer is written exactly as `raw` between the quotes."""
+    return wrap('{"name": "calc_score", "arguments": {"answer": "' + raw + '"}}')
+
+
+def only_call(text: str) -> ToolCall:
+    (call,) = parse_tool_calls(text)
+    assert isinstance(call, ToolCall), call
+    return call
+
+
+def only_error(text: str) -> str:
+    (call,) = parse_tool_calls(text)
+    assert isinstance(call, ToolCallError), call
+    assert "<tool_call>" in call.message, "the model is told what to write"
+    return call.reason
+
+
+def test_a_closing_tag_inside_a_string_is_text() -> None:  # TOOL-01
+    text = '<tool_call>{"name":"calc_score","arguments":{"answer":"12 </tool_call> 3"}}</tool_call> and so on'
+    assert only_call(text).arguments == {"answer": "12 </tool_call> 3"}
+    assert read_reply(text).text == " and so on"
+
+
+def test_nested_objects_with_line_breaks_between_braces() -> None:  # TOOL-02
+    text = wrap(
+        '{"name": "f", "arguments": {"answer": "\\\\frac{1}{2}", "meta": {"k": {"z": 1 }\n }\n\n}\n }'
+    )
+    assert only_call(text).arguments == {"answer": "\\frac{1}{2}", "meta": {"k": {"z": 1}}}
+
+
+def test_raw_newlines_and_tabs_in_strings_are_kept() -> None:  # TOOL-04 (i)
+    assert only_call(answer_call("a\nb\tc")).arguments == {"answer": "a\nb\tc"}
+
+
+def test_bare_quotes_in_a_string_are_an_error_and_no_guess() -> None:  # TOOL-04 (ii)
+    assert "quotes" in only_error(answer_call('say "5"'))
+
+
+@pytest.mark.parametrize("ending", ["", "</tool_ca", "\n", "<|im_end|>"])
+def test_complete_json_counts_without_its_closing_tag(ending: str) -> None:  # TOOL-05
+    text = 'I check. <tool_call>{"name":"calc_score","arguments":{"answer":"7"}}' + ending
+    assert only_call(text) == ToolCall("calc_score", {"answer": "7"})
+
+
+def test_incomplete_json_is_an_error() -> None:
+    assert "not complete" in only_error('<tool_call>{"name":"calc_score","arguments":{"answer":"7')
+
+
+def test_arguments_may_be_a_json_string() -> None:  # TOOL-08
+    text = wrap('{"name": "calc_score", "arguments": "{\\"answer\\": \\"30\\"}"}')
+    assert only_call(text).arguments == {"answer": "30"}
+    latex = wrap('{"name": "calc_score", "arguments": "{\\"answer\\": \\"\\\\\\\\frac{1}{2}\\"}"}')
+    assert only_call(latex).arguments == {"answer": "\\frac{1}{2}"}
+
+
+def test_calls_inside_think_are_no_calls() -> None:  # TOOL-10
+    real = '<tool_call>{"name": "calc_score", "arguments": {"answer": "6"}}</tool_call>'
+    prose = "I could send <tool_call>{name: calc_score, answer: 1}</tool_call> ..."
+    assert only_call(f"<think>{prose}</think>{real}").arguments == {"answer": "6"}
+    assert only_call(f"{prose}</think>{real}").arguments == {"answer": "6"}, (
+        "the opening tag stands in the prompt"
+    )
+    assert parse_tool_calls(f"<think>{real}") == []
+    assert read_reply(f"<think>{real}").is_thinking
+
+
+def test_a_think_tag_inside_a_string_is_text() -> None:
+    text = answer_call("</think><think>") + answer_call("5")
+    assert [
+        call.arguments["answer"] for call in parse_tool_calls(text) if isinstance(call, ToolCall)
+    ] == [
+        "</think><think>",
+        "5",
+    ]
+
+
+@pytest.mark.parametrize("fence", ["{}", "```json\n{}\n```"])
+def test_json_without_tags_is_no_call(fence: str) -> None:  # TOOL-12
+    payload = '{"name":"calc_score","arguments":{"answer":"8"}}'
+    assert parse_tool_calls(fence.replace("{}", payload)) == []
+    assert only_call(wrap(fence.replace("{}", payload))).arguments == {"answer": "8"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "reference"), [("\\sqrt{3}", "\\sqrt{3}"), ("30^\\circ", "30"), ("6\\pi", "6\\pi")]
+)
+def test_single_backslashes_stay_and_grade_right(raw: str, reference: str) -> None:  # TOOL-15
+    answer = only_call(answer_call(raw)).arguments["answer"]
+    assert answer == raw
+    assert answers_match(str(answer), reference)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    ["\\frac{1}{2}", "\\text{cm}", "\\nabla", "\\beta", "\\underbrace", "\\right)", "\\theta"],
+)
+def test_latex_that_looks_like_a_json_escape_is_not_corrupted(raw: str) -> None:  # TOOL-16
+    answer = only_call(answer_call(raw)).arguments["answer"]
+    assert answer == raw
+    assert only_call(answer_call(raw.replace("\\", "\\\\"))).arguments["answer"] == raw, (
+        "escaped it reads the same"
+    )
+
+
+def test_a_fraction_with_a_single_backslash_is_a_half() -> None:  # TOOL-16
+    assert answers_match(str(only_call(answer_call("\\frac{1}{2}")).arguments["answer"]), "0.5")
+
+
+def test_several_calls_are_all_returned_in_order() -> None:  # TOOL-17
+    text = f"First {answer_call('3')} then {answer_call('5')} done."
+    calls = parse_tool_calls(text)
+    assert [call.arguments for call in calls if isinstance(call, ToolCall)] == [
+        {"answer": "3"},
+        {"answer": "5"},
+    ]
+    assert read_reply(text).text == "First  then  done."
+
+
+def test_a_call_after_an_unclosed_one_is_found() -> None:
+    calls = parse_tool_calls(
+        '<tool_call>{"name": oops <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    )
+    assert isinstance(calls[0], ToolCallError)
+    assert calls[1:] == [ToolCall("f", {})]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        '{"name":"calc_score","arguments":["5"]}',
+        '{"function":null}',
+        '{"function":"calc_score"}',
+        '{"name":5,"arguments":{}}',
+        '{"name":"","arguments":{}}',
+        '{"name":"f"}',
+        '{"name":"f","arguments":"5"}',
+        '{"name":"f","arguments":"{} {}"}',
+        '{"name":"f","arguments":null}',
+        '["f"]',
+        "f(5)",
+        "",
+        "null",
+        '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": 1e999}}',
+        '{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}",
+        '{"name": "f", "arguments": ' + '{"a":' * 100 + "1" + "}" * 101,
+        '{"name": "f", "arguments": {"x": "' + "y" * 30_000 + '"}}',
+        "{'name': 'f', 'arguments': {}}",
+    ],
+)
+def test_every_wrong_shape_is_an_error_in_words(payload: str) -> None:  # TOOL-19
+    assert only_error(wrap(payload))
+
+
+def test_a_number_stays_a_number() -> None:  # TOOL-19
+    assert only_call(wrap('{"name":"calc_score","arguments":{"answer":5}}')).arguments == {
+        "answer": 5
+    }
+
+
+def test_the_openai_shape_with_function_is_read() -> None:
+    text = wrap('{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}')
+    assert only_call(text) == ToolCall("f", {"x": 1})
+
+
+def test_trailing_commas_and_text_are_accepted() -> None:
+    assert only_call(
+        wrap('{"name": "f", "arguments": {"x": [1, 2,], "y": 3,},} I hope')
+    ).arguments == {"x": [1, 2], "y": 3}
+
+
+def test_unicode_is_kept_and_lone_surrogates_are_replaced() -> None:
+    assert only_call(answer_call("上海 60° \\u00e9 \\ud83d\\ude00")).arguments == {
+        "answer": "上海 60° é 😀"
+    }
+    assert only_call(answer_call("\\ud83d x")).arguments == {"answer": "\ufffd x"}
+
+
+def test_all_texts_of_other_projects_are_read_as_they_parse_them() -> None:
+    path = SHARED / "data/tool_call_texts.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is absent")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        found = parse_tool_calls(row["text"])
+        visible = row["text"].split("</think>")[-1]
+        expected = [
+            (name, payload)
+            for name, payload in zip(row["names"], row["payloads"], strict=True)
+            if name is not None and payload in visible
+        ]
+        calls = [call for call in found if isinstance(call, ToolCall)]
+        assert [call.name for call in calls] == [name for name, _ in expected], row["text"]
+        assert [call.arguments for call in calls] == [
+            json.loads(payload)["arguments"] for _, payload in expected
+        ]
+        assert len(found) == visible.count("<tool_call>"), (
+            "what is no call is an error, not nothing"
+        )
+
+
+CONTROLS = "\b\f\n\r\t"  # written as an escape with a letter, which may begin a LaTeX command
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=CONTROLS), max_size=30)
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    arguments=st.dictionaries(texts, json_values, max_size=5),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, 2]),
+)
+def test_any_arguments_come_back_as_they_were(
+    arguments: dict[str, Json], ascii_only: bool, indent: int | None
+) -> None:
+    payload = json.dumps(
+        {"name": "f", "arguments": arguments}, ensure_ascii=ascii_only, indent=indent
+    )
+    assert only_call(f"text {wrap(payload)} text").arguments == arguments
+
+
+@given(
+    arguments=st.dictionaries(
+        st.text("abc", max_size=3), st.text('ab \n\t\r\f\b\\"', max_size=12), max_size=4
+    )
+)
+def test_control_characters_come_back_where_no_latex_command_follows(
+    arguments: dict[str, str],
+) -> None:
+    payload = json.dumps({"name": "f", "arguments": arguments})
+    assert only_call(wrap(payload)).arguments == arguments
+
+
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    '"',
+    "\\",
+    "{",
+    "}",
+    "[",
+    ",",
+    ":",
+    "\\u12",
+    "null",
+    "1e",
+    "\ud800",
+    "\n",
+]
+
+
+@given(data=st.data())
+@settings(max_examples=300)
+def test_no_mutation_raises(data: st.DataObject) -> None:
+    text = (
+        answer_call("\\\\frac{1}{2}")
+        + " and "
+        + wrap('{"name": "f", "arguments": "{\\"a\\": [1, {}]}"}')
+    )
+    for _ in range(data.draw(st.integers(1, 5))):
+        start = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(start, min(len(text), start + 9)))
+        text = text[:start] + data.draw(st.sampled_from(PIECES) | texts) + text[end:]
+    for call in parse_tool_calls(text):
+        assert isinstance(call, ToolCall | ToolCallError)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<tool_call>",
+        '<tool_call>{"a":"',
+        '<tool_call>{"a":{"b":[',
+        "<think>",
+        "</think>",
+        "{",
+        "\\",
+        " ",
+    ],
+)
+def test_a_megabyte_of_anything_is_read_in_seconds(piece: str) -> None:
+    start = time.process_time()
+    parse_tool_calls("<tool_call>" + piece * (1_000_000 // len(piece)))
+    assert time.process_time() - start < 5
