@@ -134,7 +134,9 @@ class Fetcher:
             answer = await self._request(url)
             if isinstance(answer, bytes):
                 return answer, url
-            url = quote_url(urljoin(url, answer))
+            target = urljoin(url, answer)
+            check_url(target, self._limits.allow_hosts)
+            url = quote_url(target)
         raise RowError(
             "too_many_redirects", f"more than images.max_redirects {self._limits.max_redirects}"
         )

@@ -30,7 +30,7 @@ _MAGIC = (
     (b"P5\n", "PPM"),
     (b"P6\n", "PPM"),
 )
-_PNG_LEVEL = 6
+_PNG_LEVEL = 3  # on line drawings as small as 6 (geo3k: 16.1 and 17.2 KB), a third faster
 
 
 @dataclass(frozen=True)

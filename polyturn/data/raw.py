@@ -175,7 +175,9 @@ class RawWriter:
         return name if base_url is None else f"{base_url.rstrip('/')}/{quote(name)}"
 
     def _target(self, name: str) -> Path:
-        target = self.out / PICTURES / name
+        """Where a picture goes: under served URLs, the path of the URL."""
+        folder = urlsplit(self.source.base_url or "").path.strip("/") if self._is_served() else ""
+        target = self.out / PICTURES / folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 

@@ -52,7 +52,7 @@ def figure_rng(seed: int, split: str, index: int) -> random.Random:
 
 
 def draw_figure(rng: random.Random, params: SyntheticParams) -> tuple[Figure, Image.Image]:
-    """Draw one figure; the picture is RGB, `params.image_size` square."""
+    """Draw one figure; the picture is gray (L), `params.image_size` square."""
     shape, quantity = rng.choice(KINDS)
     figure = Figure(
         shape, quantity, rng.randint(params.min_value, params.max_value), rng.choice(REGIONS)
@@ -61,7 +61,7 @@ def draw_figure(rng: random.Random, params: SyntheticParams) -> tuple[Figure, Im
     draw = ImageDraw.Draw(image)
     _draw_shape(draw, rng, shape, params.image_size)
     _draw_label(draw, rng, figure, params)
-    return figure, image.convert("RGB")
+    return figure, image
 
 
 def _jitter(rng: random.Random) -> int:
