@@ -7,6 +7,8 @@ TORCH_INDEX ?=
 # A file of recipes/ without its ending, and overrides: make demo RECIPE=tiny SET="train.steps=3 seed=1"
 RECIPE ?=
 SET ?=
+# Of the Prefect server that `make services` starts.
+PORT ?= 4200
 # Directory of Geometry3K for geo3k-smoke.
 DATA ?=
 
@@ -58,7 +60,7 @@ geo3k-smoke: $(READY) ## the same pipeline on real Geometry3K, a few steps, in a
 	@$(BIN)/python scripts/geo3k_smoke.py '$(DATA)'
 
 services: $(READY) ## Prefect server and worker in the background, deployments registered
-	@$(BIN)/python scripts/services.py start
+	@$(BIN)/python scripts/services.py start --port $(PORT)
 
 services-stop: $(READY) ## end them
 	@$(BIN)/python scripts/services.py stop

@@ -25,11 +25,15 @@ class Graph:
 def read(root: Path) -> Graph:
     """Read dvc.yaml and dvc.lock of the checkout `root`, and compare them with the files."""
     with Repo(str(root)) as repo:
-        order = tuple(
-            str(stage.addressing) for stage in reversed(list(nx.topological_sort(repo.index.graph)))
-        )
+        stages = list(reversed(list(nx.topological_sort(repo.index.graph))))
         status = cast("Mapping[str, Sequence[object]]", repo.status())
-    return Graph(order, {name: tuple(_reasons(entries)) for name, entries in status.items()})
+    # DVC addresses a stage relative to the current directory, which need not be `root`
+    stale = {
+        str(stage.name): tuple(_reasons(status[stage.addressing]))
+        for stage in stages
+        if stage.addressing in status
+    }
+    return Graph(tuple(str(stage.name) for stage in stages), stale)
 
 
 def _reasons(entries: Sequence[object]) -> list[str]:

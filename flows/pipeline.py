@@ -109,8 +109,9 @@ def _finish(place: Place, reports: list[StageReport]) -> None:
     if place.is_worktree:
         kept = ROOT / "runs" / place.name
         kept.mkdir(parents=True, exist_ok=True)
-        for name in _KEPT:
-            shutil.copy(place.root / name, kept)
+        for path in (place.root / name for name in _KEPT):
+            if path.is_file():
+                shutil.copy(path, kept)
         page = kept / layout.REPORT.name
         workspace.remove(ROOT, place.root)
     rows.append(summary.Row("report", str(page.relative_to(ROOT))))

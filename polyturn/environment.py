@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# Telemetry off, one thread per process (the demo's matrices are too small for two; torch follows learner.num_threads).
+# Telemetry off, no bars beside our own, one thread per process (two are slower on the demo's small matrices;
+# torch follows learner.num_threads).
 SETTINGS = {
     "DO_NOT_TRACK": "1",
     "DVC_NO_ANALYTICS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "OMP_NUM_THREADS": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -44,7 +44,7 @@ class ToyProject:
         """Copy the code of `source`, and write one stage per body (Python statements; `ctx` and `out` are known)."""
         path.mkdir(parents=True)
         ignore = shutil.ignore_patterns("__pycache__")
-        for name in ("polyturn", "flows", "recipes"):
+        for name in ("polyturn", "flows", "recipes", "scripts"):
             if (source / name).is_dir():
                 shutil.copytree(source / name, path / name, ignore=ignore)
         (path / "tasks").mkdir()
@@ -52,7 +52,7 @@ class ToyProject:
         for file in (source / "tasks").glob("*.py"):
             if file.stem not in real_stages:
                 shutil.copy(file, path / "tasks")
-        for name in ("params.yaml", ".gitignore", ".dvcignore", "prefect.yaml"):
+        for name in ("params.yaml", ".gitignore", ".dvcignore", "prefect.yaml", "pyproject.toml"):
             if (source / name).is_file():
                 shutil.copy(source / name, path)
         shutil.copytree(
