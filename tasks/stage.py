@@ -23,7 +23,9 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
 from polyturn import processes
+from polyturn.params import ParamsError
 from polyturn.progress import ProgressLine, parse_line
+from polyturn.workspace import WorkspaceError
 from tasks.console import Console
 from tasks.context import SUPERVISOR, status_file
 from tasks.failure import FAILURE, Outcome
@@ -59,15 +61,16 @@ class StageFailedError(RuntimeError):
 
 
 class _WithoutTraceback(logging.Filter):
-    """A stage's failure has been told in one line; where in this file it was noticed says nothing."""
+    """These errors say all in their message; where the flow noticed them says nothing."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and isinstance(record.exc_info[1], StageFailedError):
+        told = StageFailedError | ParamsError | WorkspaceError
+        if record.exc_info and isinstance(record.exc_info[1], told):
             record.exc_info = None
         return True
 
 
-for _name in ("prefect.task_runs", "prefect.flow_runs"):
+for _name in ("prefect.task_runs", "prefect.flow_runs", "prefect.engine"):
     logging.getLogger(_name).addFilter(_WithoutTraceback())
 
 
