@@ -133,7 +133,7 @@ def right_side(text: str) -> str:
     r"""What `x = 5`, `m\angle A = 30` and `x = 3\sqrt{2} \approx 4.24` say that the value is; no equation is solved."""
     exact, *rounded = _APPROX.split(text)
     if rounded and not _EQUALS.search(exact):
-        return rounded[0].strip()
+        return (rounded[0] if _VARIABLE.search(exact) else exact).strip()
     *left, right = _EQUALS.split(exact)
     if left and all(_LEFT_SIDE.match(side) or not _VARIABLE.search(side) for side in left):
         return right.strip()
@@ -149,4 +149,9 @@ def without_units(text: str) -> str:
             break
         shown = shorter
     shown = _TRAILING_WORDS.sub("", shown)
-    return _LEADING_WORDS.sub("", shown)
+    return without_leading_words(shown)
+
+
+def without_leading_words(text: str) -> str:
+    """The text from its first number or formula on, where only words stand before it."""
+    return _LEADING_WORDS.sub("", text)

@@ -42,28 +42,22 @@ def same_number(prediction: Number, reference: Number, policy: Policy) -> str | 
     difference = abs(prediction.real.value - reference.real.value)
     if policy.tolerance and difference <= Fraction(policy.tolerance) * abs(reference.real.value):
         return "within tolerance"
-    if policy.rounding == "reference" and reference.decimals is not None:
-        is_finer = prediction.decimals is None or prediction.decimals > reference.decimals
-        if is_finer and difference <= _half_unit(reference.decimals):
-            return "rounds to the reference"
-    if (
-        prediction.decimals is not None
-        and reference.decimals is None
-        and _agrees(prediction, difference)
-    ):
-        return "agrees to all digits"
+    is_exact = prediction.decimals is None or _num_digits(prediction) >= LONG_DECIMAL
+    if policy.rounding == "reference" and reference.decimals is not None and is_exact:
+        return "rounds to the reference" if difference <= _half_unit(reference) else None
+    if reference.decimals is None and prediction.decimals is not None and is_exact:
+        return "agrees to all digits" if difference < 2 * _half_unit(prediction) else None
     return None
 
 
-def _half_unit(decimals: int) -> Fraction:
-    return Fraction(1, 2 * 10**decimals)
+def _half_unit(decimal: Number) -> Fraction:
+    """Half a unit of a decimal's last digit."""
+    return Fraction(1, 2 * 10 ** (decimal.decimals or 0))
 
 
-def _agrees(prediction: Number, difference: Fraction) -> bool:
-    """Whether a long decimal is the exact value, rounded or cut."""
-    decimals = prediction.decimals or 0
-    digits = len(str(abs(prediction.real.value * 10**decimals)))
-    return digits >= LONG_DECIMAL and difference < 2 * _half_unit(decimals)
+def _num_digits(decimal: Number) -> int:
+    """Significant digits of a decimal as it is written, zeros at its end included."""
+    return len(str(abs(decimal.real.value * 10 ** (decimal.decimals or 0))))
 
 
 def _same_collection(prediction: Collection, reference: Collection, policy: Policy) -> str | None:

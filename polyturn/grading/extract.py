@@ -16,7 +16,8 @@ from polyturn.envs.tools import read_reply
 from polyturn.grading import clean, values
 
 TAIL = 8_000  # characters from the end in which an unboxed answer is looked for
-MAX_ANSWER = 300  # characters of a text that is an answer as a whole
+MAX_ANSWER = 500  # characters of a text that is an answer as a whole
+MAX_LEFT_SIDE = 40  # characters before a number in which an equation is looked for
 MAX_JOINED = 20  # boxes that form one list
 
 Source = Literal["box", "tag", "text", "marker", "bold", "end"]
@@ -30,7 +31,8 @@ _MARKER = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?<=[\d$})°%])\.\s+|(?<=[a-z])\.\s+(?=[A-Z])|\bI hope it is correct")
-_GOES_ON = re.compile(r"\s*(?:[-+*/^=(\\√π·×]|[A-Za-z](?![A-Za-z]))")
+_GOES_ON = re.compile(r"\s*(?:[-+*/^=<>(\\√π·×]|(?![mM][\s²³.,^)]|[mM]$)[A-Za-z](?![A-Za-z]))")
+_EQUATION = re.compile(r"[<>]\s*$|(?:\d\s?[A-Za-z]|[A-Za-z}]\s*[-+*/^]|\^)[^,.;:=\n$]*=\s*$")
 _BOLD = re.compile(r"\*\*\s*([^*\n]{1,100}?)\s*\*\*")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(.{1,1000}?)(?<!\\)\$\$|(?<!\\)\$((?:[^$\\]|\\.){1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]",
@@ -139,25 +141,29 @@ def joined(text: str, boxes: list[Box]) -> tuple[str, ...]:
 
 
 def _unboxed(text: str) -> Extraction:
-    marker = last(_MARKER, text)
-    if marker is not None and (answer := _in_sentence(marker)) is not None:
+    marker = _last(_MARKER, text)
+    if marker is not None and (answer := _in_sentence(marker.group(1))) is not None:
         return Extraction(clean.trim(answer), "marker")
     if len(text) <= MAX_ANSWER and is_value(text):
-        return Extraction(clean.trim(text), "text")
-    bold = last(_BOLD, text)
-    if bold is not None and is_value(bold):
-        return Extraction(bold, "bold")
-    found = _last_formula_or_number(text) or last(_LETTER, text)
+        return Extraction(clean.without_leading_words(clean.trim(text)), "text")
+    bold = _last(_BOLD, text)
+    if bold is not None and is_value(bold.group(1)):
+        return Extraction(bold.group(1), "bold")
+    found = _last_formula_or_number(text)
+    if found is None and (letter := _last(_LETTER, text)) is not None:
+        found = letter.group(1)
     return Extraction(found, "end" if found else None)
 
 
 def _last_formula_or_number(text: str) -> str | None:
-    formula, number = last(_FORMULA, text), last(_RUN, text)
-    if formula is not None and (
-        number is None or text.rfind(formula) + len(formula) >= text.rfind(number)
-    ):
-        return formula.strip()
-    return number.strip() if number is not None else None
+    """Whichever ends later; a number that is only a part of something (an equation's side, 5x) is none."""
+    formula, number = _last(_FORMULA, text), _last(_RUN, text)
+    if formula is not None and (number is None or formula.end() >= number.end()):
+        return _content(formula).strip()
+    if number is None or _GOES_ON.match(text, number.end()):
+        return None
+    before = text[max(0, number.start() - MAX_LEFT_SIDE) : number.start()]
+    return None if _EQUATION.search(before) else number.group().strip()
 
 
 def _in_sentence(sentence: str) -> str | None:
@@ -170,17 +176,18 @@ def _in_sentence(sentence: str) -> str | None:
         return choice.group(1)
     first = _FORMULA.match(sentence) or _RUN.match(sentence)
     if first is not None and not _GOES_ON.match(sentence, first.end()):
-        return first.group()
+        return _content(first)
     return _last_formula_or_number(sentence)
 
 
-def last(pattern: re.Pattern[str], text: str) -> str | None:
-    """The last match's first group that took part (or the whole match); None without a match."""
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     found = deque(pattern.finditer(text), maxlen=1)
-    if not found:
-        return None
-    groups = [group for group in found[0].groups() if group is not None]
-    return groups[0] if groups else found[0].group()
+    return found[0] if found else None
+
+
+def _content(match: re.Match[str]) -> str:
+    """The group that took part, or the whole match."""
+    return next((group for group in match.groups() if group is not None), match.group())
 
 
 def is_value(text: str) -> bool:

@@ -12,6 +12,7 @@ from polyturn.grading.values import Value
 
 _CHOICE = re.compile(r"^\(?([A-H])\)?(?:[.:]?\s+[A-Za-z]{2,}.*)?$", re.DOTALL)
 _FORMULA = re.compile(r"[\d=<>+^&]|\\[A-Za-z]|\b[A-Za-z]\b")
+_LABEL_FORMULA = re.compile(r"[=<>]|\\(?:infty|cup|cap|begin|leq?|geq?|neq?|pm|in)(?![A-Za-z])")
 _LABEL_WORD = re.compile(r"[A-Za-z]{2,}")
 
 
@@ -136,6 +137,8 @@ def parse_reference(text: str) -> str:
         return label
     shown = _words(label)
     without_commands = re.sub(r"\\[A-Za-z]+", " ", shown)
-    if not re.search(r"\d|\\pi|\\infty", shown) or _LABEL_WORD.search(without_commands):
+    is_formula = bool(_LABEL_FORMULA.search(shown)) or bool(re.search("[A-Za-z]", without_commands))
+    has_value = bool(re.search(r"\d|\\(?:pi|infty|sin|cos|tan)(?![A-Za-z])", shown))
+    if not (is_formula and has_value) or _LABEL_WORD.search(without_commands):
         raise ValueError(f"the answer {text[:80]!r} is no value that can be graded")
     return label

@@ -1,0 +1,359 @@
+"""Every written form of an answer, what it equals, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyturn.reward import answers_match, extract_answer, grade, parse_reference
+
+ROOT_18 = [
+    "3\\sqrt{2}",
+    "3 \\sqrt 2",
+    "3\\sqrt2",
+    "3√2",
+    "3 √(2)",
+    "3\\cdot\\sqrt{2}",
+    "3×√2",
+    "\\sqrt{18}",
+    "3*sqrt(2)",
+]
+ROOT_18 += [
+    "\\frac{6}{\\sqrt{2}}",
+    "18^{1/2}",
+    "3 \\sqrt { 2 }",
+    "$3\\sqrt{2}$",
+    "\\(3\\sqrt{2}\\)",
+    "x = 3\\sqrt{2}",
+]
+ROOT_18 += [
+    "3\\sqrt{2} \\text{ cm}",
+    "3\\sqrt{2} \\approx 4.24",
+    "4.242640687119285",
+    "3\\sqrt(2)",
+    "\\sqrt{2}\\cdot 3",
+]
+
+THIRTY = [
+    "30",
+    "30.0",
+    "30.",
+    "030",
+    "+30",
+    "30°",
+    "30^\\circ",
+    "30^{\\circ}",
+    "30 ^ { \\circ }",
+    "{30}^\\circ",
+]
+THIRTY += [
+    "30\\degree",
+    "30 degrees",
+    "30 deg",
+    "30 \\text{ degrees}",
+    "30º",
+    "m\\angle A = 30",
+    "\\angle ABC = 30^\\circ",
+]
+THIRTY += [
+    "x = 30",
+    "x=30",
+    "$x = 30$",
+    "AB = 30",
+    "\\overline{AB} = 30",
+    "30 cm",
+    "30\\text{ cm}",
+    "30\\,\\mathrm{cm}^2",
+]
+THIRTY += [
+    "30 square units",
+    "30 sq. ft",
+    "30m²",
+    "30 units^2",
+    "30\\%",
+    "30 percent",
+    "30 pct",
+    "\\$30",
+    "30 in.",
+    "30 mi/h",
+]
+THIRTY += [
+    "about 30",
+    "\\boxed{30}",
+    "\\fbox{30}",
+    "\\boxed 30",
+    "\\boxed{\\boxed{30}}",
+    "\\boxed{\\text{30}}",
+    "**30**",
+]
+THIRTY += [
+    "The answer is 30.",
+    "Answer: 30",
+    "**Answer:** 30",
+    "so the angle is 30°.",
+    "\\frac{90}{3}",
+    "\\dfrac{60}{2}",
+    "2\\cdot15",
+]
+THIRTY += [
+    "5!/4",
+    "\\binom{6}{2}\\cdot 2",
+    "\\sqrt{900}",
+    "60\\sin 30^\\circ",
+    "60\\cos\\frac{\\pi}{3}",
+    "10\\log_2 8",
+    "|-30|",
+    "３０",
+]
+
+FORMS = {
+    "3 \\sqrt { 2 }": ROOT_18,
+    "30": THIRTY,
+    "1250": [
+        "1,250",
+        "1 250",
+        "1{,}250",
+        "1\\,250",
+        "1,\\!250",
+        "1250.00",
+        "1.25e3",
+        "1.25 \\times 10^3",
+    ],
+    "7425000": ["7,425,000", "7 425 000", "7.425e6"],
+    "\\frac{11}{4}": [
+        "22/8",
+        "2.75",
+        "2,75",
+        "2\\frac{3}{4}",
+        "2 \\frac34",
+        "2 3/4",
+        "11 / 4",
+        "\\tfrac{11}{4}",
+            "2¾",
+    ],
+    "3": ["\\dfrac{6}{2}", "6/2", "3.0", "\\frac { 6 } { 2 }"],
+    "22 / 3": ["\\frac{22}{3}", "7\\frac{1}{3}", "7.3333333333"],
+    "\\frac { 17 } { 2 } \\sqrt { 3 }": [
+        "8.5\\sqrt{3}",
+        "\\frac{17\\sqrt{3}}{2}",
+        "17√3/2",
+        "17*sqrt(3)/2",
+        "\\frac{17}{2}\\sqrt3",
+    ],
+    "\\frac{5\\pi}{3}": [
+        "5*pi/3",
+        "5π/3",
+        "\\frac{5}{3}\\pi",
+        "1\\frac{2}{3}\\pi",
+        "(5/3)\\pi",
+        "5.235987755982989",
+    ],
+    "12\\sqrt{2}": ["12√2", "12\\sqrt2", "12 √(2)", "12\\cdot\\sqrt{2}", "6×2√2"],
+    "-2\\frac{3}{4}": ["-2.75", "−2.75", "-11/4", "-\\frac{11}{4}", "\\frac{-11}{4}"],
+    "0": ["0", "0.0", "-0", "\\sqrt{2}-\\sqrt{2}", "x = 0", "\\boxed{0}", "\\sin(180^\\circ)"],
+    "60": ["60^\\circ", "60°", "60\\degree", "60 degrees", "60 \\text{ degrees}"],
+}
+
+
+@pytest.mark.parametrize(
+    ("reference", "prediction"), [(r, p) for r, forms in FORMS.items() for p in forms]
+)
+def test_every_form_of_a_value_matches(reference: str, prediction: str) -> None:
+    verdict = grade(prediction, reference)
+    assert verdict.match, verdict
+
+
+@pytest.mark.parametrize(
+    ("reference", "prediction"), [(r, p) for r, forms in FORMS.items() for p in forms]
+)
+def test_no_form_of_a_value_matches_another_value(reference: str, prediction: str) -> None:
+    for other in FORMS:
+        if other != reference:
+            assert not answers_match(prediction, other), other
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference"),
+    [
+        ("7\\sqrt(5)", "7"),
+        ("6\\sqrt(3)", "6"),
+        ("60^{\\circ} C", "60"),
+        ("\\pm 13", "13"),
+        ("1-\\frac{1}{e}", "1+\\frac{1}{e}"),
+        ("\\frac{1}{2^{80}}", "\\frac{1}{2^{81}}"),
+        ("1/900!", "1/902!"),
+        ("5.001", "5"),
+        ("AZYUK2A", "2"),
+        ("4x + 12 = 40", "40"),
+        ("2x = 5", "5"),
+        ("x^2 = 5", "5"),
+        ("x > 5", "5"),
+        ("\\boxed{5 or 7}", "7"),
+        ("\\boxed{5, 7}", "7"),
+        ("\\boxed{x}", "5"),
+        ("\\boxed{}", "5"),
+        ("", "5"),
+        ("5", ""),
+        ("\\boxed{5i}", "5"),
+        ("1/0", "0"),
+        ("0/0", "0"),
+        ("\\sqrt{-4}", "2"),
+        ("12", "1"),
+        ("0.35", "35\\%"),
+        ("49.1", "49.0"),
+    ],
+)
+def test_different_answers_do_not_match(prediction: str, reference: str) -> None:
+    verdict = grade(prediction, reference)
+    assert not verdict.match, verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("\\boxed{3} and later \\boxed{4}", "4"),
+        ("\\boxed{8} because \\boxed{", "8"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("**Final Answer** \\boxed{512}", "512"),
+        ("text \\fbox{5}", "5"),
+        ("<answer> 84 </answer>", "84"),
+        ("Final Answer: **41**", "41"),
+        ("First 3, then 4. The answer is 12√2.", "12√2"),
+        ("The answer is 5 because 2 + 4 is 6.", "5"),
+        ("The angle is [90].", "90"),
+        ("so $x = 3$ and we are done", "x = 3"),
+        ("Thus x is 5π/3.", "5π/3"),
+        ("it costs 1,000.99m²", "1,000.99m²"),
+        ("3 \\sqrt { 2 }", "3 \\sqrt { 2 }"),
+        ("The answer: D, not A", "D"),
+        ("see figure", None),
+        ("", None),
+        ("\\boxed{8", None),
+        ("<think>\\boxed{8}", None),
+        ("<think>\\boxed{8}</think>It is \\boxed{9}.", "9"),
+        ('<tool_call>{"name": "calc_score", "arguments": {"answer": "8"}}</tool_call>', None),
+        ('<tool_call>{"name": "f", "arguments": {"answer": "\\\\boxed{8}"}}</tool_call> so 9', "9"),
+    ],
+)
+def test_the_answer_is_found_where_it_stands(text: str, answer: str | None) -> None:
+    assert extract_answer(text) == answer
+
+
+def test_a_later_unclosed_box_hides_nothing_and_is_flagged() -> None:
+    verdict = grade("\\boxed{8} because \\boxed{", "8")
+    assert (verdict.match, verdict.is_malformed, verdict.answer) == (True, True, "8")
+    assert grade("\\boxed{8", "8").is_malformed
+    assert not grade("\\boxed{8", "8").match
+    assert not grade("\\boxed{8}", "8").is_malformed
+
+
+def test_needs_box_reads_boxes_and_answer_tags_only() -> None:
+    for text in ("Final Answer: **41**", "41", "$41$"):
+        verdict = grade(text, "41", needs_box=True)
+        assert (verdict.match, verdict.reason) == (False, "no answer found")
+    assert grade("\\boxed{41}", "41", needs_box=True).match
+    assert grade("<answer>41</answer>", "41", needs_box=True).match
+
+
+@pytest.mark.parametrize("exact", ["3\\sqrt{2}", "\\sqrt{18}", "4.242640687119285"])
+def test_rounding_reference_counts_an_exact_answer_that_rounds_to_a_decimal_label(
+    exact: str,
+) -> None:
+    for label in ("4.2", "4.24", "4.243"):
+        assert answers_match(exact, label)
+        assert not answers_match(exact, label, rounding="strict")
+    for label in ("4.3", "4.25", "4.23", "4"):
+        assert not answers_match(exact, label)
+
+
+def test_rounding_never_works_from_decimals_or_towards_integers() -> None:
+    assert not answers_match("18.79", "18.8"), "two roundings of a value need not be the same value"
+    assert not answers_match("4.2", "4.24")
+    assert not answers_match("4.24", "3\\sqrt{2}")
+    assert not answers_match("\\sqrt{17}", "4")
+    assert answers_match("49", "49.0", rounding="strict")
+    assert answers_match("\\frac{25}{2}", "12.5", rounding="strict")
+
+
+def test_a_tie_rounds_either_way() -> None:
+    assert answers_match("\\frac{1}{8}", "0.12")
+    assert answers_match("\\frac{1}{8}", "0.13")
+
+
+def test_a_long_decimal_stands_for_the_exact_value_in_both_policies() -> None:
+    for rounding in ("reference", "strict"):
+        assert answers_match("5.385164807134504", "\\sqrt{29}", rounding=rounding)
+        assert answers_match("0.0833333333333333", "\\frac{1}{12}", rounding=rounding)
+        assert not answers_match("5.385164807134514", "\\sqrt{29}", rounding=rounding)
+        assert not answers_match("5.39", "\\sqrt{29}", rounding=rounding)
+        assert not answers_match("5.00000001", "5", rounding=rounding)
+
+
+def test_tolerance_is_relative_to_the_reference() -> None:
+    assert answers_match("5.39", "\\sqrt{29}", tolerance=0.001)
+    assert not answers_match("5.4", "\\sqrt{29}", tolerance=0.001)
+    assert answers_match("5.4", "\\sqrt{29}", tolerance=0.01)
+    assert answers_match("1010", "1000", tolerance=0.01)
+    assert not answers_match("1011", "1000", tolerance=0.01)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "expected"),
+    [
+        ("\\boxed{30}", "12 and 30", False),
+        ("\\boxed{12, 30}", "12 and 30", True),
+        ("\\boxed{30, 12}", "12 and 30", True),
+        ("\\boxed{12, 30, 30}", "12 and 30", True),
+        ("\\boxed{12} and \\boxed{30}", "12, 30", True),
+        ("\\boxed{12, 31}", "12 and 30", False),
+        ("\\{1, 2\\}", "\\{2, 1\\}", True),
+        ("(1, 2)", "(1, \\frac{4}{2})", True),
+        ("(2, 1)", "(1, 2)", False),
+        ("(1, 2]", "(1, 2)", False),
+        ("1 \\pm \\sqrt{19}", "\\{1-\\sqrt{19}, 1+\\sqrt{19}\\}", True),
+        ("13", "\\pm 13", False),
+        ("(p, q) = (3, 2)", "(3,2)", True),
+        ("AB = 4, CD = 5", "4, 5", True),
+        ("x^2+2x+1", "(x+1)^2", True),
+        ("x^2+2x", "(x+1)^2", False),
+        ("x \\geq 5", "x >= 5", True),
+        ("\\text{E}", "E", True),
+        ("(C)", "C", True),
+        ("D", "(D) Alina", True),
+        ("C", "(A) Cecile", False),
+        ("\\mathrm{E}*2", "E", False),
+        ("odd", "\\text{odd}", True),
+    ],
+)
+def test_collections_expressions_and_choices(
+    prediction: str, reference: str, expected: bool
+) -> None:
+    verdict = grade(prediction, reference)
+    assert verdict.match is expected, verdict
+
+
+@pytest.mark.parametrize(
+    ("label", "answer"),
+    [
+        ("\\dfrac{9}{7}", "\\dfrac{9}{7}"),
+        ("\\sqrt{2}", "\\sqrt{2}"),
+        (" 004 ", "004"),
+        ("$35\\%$", "$35\\%$"),
+        ("so \\boxed{5}.", "5"),
+        ("C", "C"),
+        ("x+1", "x+1"),
+        ("12 and 30", "12 and 30"),
+        ("0", "0"),
+    ],
+)
+def test_a_label_that_can_be_an_answer_is_kept_and_matches_itself(label: str, answer: str) -> None:
+    assert parse_reference(label) == answer
+    assert answers_match(answer, label)
+
+
+@pytest.mark.parametrize(
+    "label", ["", "  ", "see figure", "$x$", "the length of AB", "\\boxed{", "1/0"]
+)
+def test_a_label_that_cannot_be_an_answer_is_refused(label: str) -> None:
+    with pytest.raises(ValueError, match="answer"):
+        parse_reference(label)
