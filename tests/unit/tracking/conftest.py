@@ -1,10 +1,8 @@
-"""A store in a temporary directory, and helpers to look into it."""
+"""A store in a temporary directory."""
 
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
-from mlflow.entities import Run as StoredRun
 
 from polyturn.params import TrackingParams
 from polyturn.tracking.store import connect
@@ -31,8 +29,3 @@ def project(tmp_path: Path, template_store: Path) -> Path:
     root.mkdir()
     (root / "mlflow.db").write_bytes(template_store.read_bytes())
     return root
-
-
-def stored_runs(root: Path) -> list[StoredRun]:
-    client = MlflowClient(tracking_uri=f"sqlite:///{root / 'mlflow.db'}")
-    return list(client.search_runs([e.experiment_id for e in client.search_experiments()]))

@@ -13,8 +13,7 @@ import pytest
 from polyturn.params import Params, TrackingParams
 from polyturn.tracking import TrackingError, open_run
 from polyturn.tracking.run import flatten
-
-from .conftest import stored_runs
+from tests.unit.tracking.stored import stored_runs
 
 TRACKING = TrackingParams()
 

@@ -1,0 +1,39 @@
+"""The report of a run: one self-contained HTML page, runs/report.html."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from markupsafe import Markup
+
+from polyturn import layout
+from polyturn.report_data import picture_directories, read_run
+from polyturn.report_page import build_page
+from polyturn.report_trajectories import TEMPLATES, Pictures, TokenReader
+
+
+def write_report(root: Path) -> Path:
+    """Write the report of the run below `root` (a checkout) and return its path.
+
+    Whatever is absent (no evaluation, not registered yet) is said to be so on the page.
+    """
+    run = read_run(root)
+    page = build_page(run, TokenReader(root / layout.POLICY / "tokenizer.json"))
+    pictures = Pictures(picture_directories(root))
+
+    def source(sha256: str) -> Markup | None:
+        uri = pictures.data_uri(sha256)
+        return Markup('src="{}"').format(uri) if uri else None
+
+    html = TEMPLATES.get_template("report.html.jinja").render(page=page, src=source)
+    return write_page(root / layout.REPORT, html)
+
+
+def write_page(path: Path, html: str) -> Path:
+    """Write an HTML page atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(html, encoding="utf-8")
+    temporary.replace(path)
+    return path

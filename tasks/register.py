@@ -1,0 +1,131 @@
+"""Stage register: the published policy with its evaluation -> a version in the MLflow registry, and the report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import cast
+
+from polyturn import layout
+from polyturn.params import Params
+from polyturn.report import write_report
+from polyturn.statistics import Interval
+from polyturn.tracking import environment, lineage, registry
+from tasks.context import StageContext, run_stage, write_json
+
+logger = logging.getLogger(__name__)
+
+_PASS = "pass@"
+
+
+def register(context: StageContext) -> None:
+    """Register artifacts/policy and write registered.json.
+
+    Raises:
+        ValueError: metrics.json or train_run.json is missing or lacks what registration needs.
+    """
+    params = context.params
+    scores = _scores(_read(layout.METRICS))
+    candidate = registry.Candidate(
+        directory=layout.POLICY,
+        evaluation=_evaluation_digest(params),
+        accuracy=Interval(scores["accuracy"], scores["accuracy_low"], scores["accuracy_high"]),
+        pass_at_k={int(k.removeprefix(_PASS)): v for k, v in scores.items() if _PASS in k},
+        tags=_origin(params),
+        source_run_id=_string(_read(layout.TRAIN_RUN), "run_id", layout.TRAIN_RUN),
+    )
+    _log_inputs(context)
+    registration = registry.register(context.run, candidate, params.registry)
+    context.run.set_tags({"registered": f"models:/{registration.name}/{registration.version}"})
+    context.run.log_artifact(layout.METRICS)
+    write_json(layout.REGISTERED, asdict(registration))
+
+
+def _scores(metrics: Mapping[str, object]) -> Mapping[str, float]:
+    block: object = metrics
+    for key in ("test", "policy", "sampled"):
+        block = cast("Mapping[str, object]", block).get(key) if isinstance(block, Mapping) else None
+    if not isinstance(block, Mapping) or "accuracy" not in block:
+        raise ValueError(
+            f"{layout.METRICS} has no test.policy.sampled.accuracy; run dvc repro evaluate"
+        )
+    return cast("Mapping[str, float]", block)
+
+
+def _evaluation_digest(params: Params) -> str:
+    """Of the test problems and everything that decides how a reply to them is scored."""
+    settings = {
+        "evaluate": params.evaluate.model_dump(
+            mode="json", include={"temperature", "samples_per_problem", "env_params"}
+        ),
+        "env": params.env.model_dump(mode="json"),
+        "reward": params.reward.model_dump(mode="json"),
+        "rollout": params.rollout.model_dump(
+            mode="json",
+            include={"max_turns", "max_new_tokens", "max_turn_tokens", "max_context_tokens"},
+        ),
+    }
+    return registry.evaluation_digest(_test_lines(layout.PROBLEMS / "problems.jsonl"), settings)
+
+
+def _test_lines(path: Path) -> Iterator[str]:
+    with path.open() as lines:
+        for line in lines:
+            if cast("Mapping[str, object]", json.loads(line)).get("split") == "test":
+                yield line
+
+
+def _origin(params: Params) -> dict[str, str]:
+    canonical = json.dumps(params.model_dump(mode="json"), sort_keys=True)
+    tags = {"params.digest": hashlib.sha256(canonical.encode()).hexdigest()}
+    if commit := environment.commit(Path.cwd()):
+        tags["git.commit"] = commit
+    if layout.DVC_LOCK.exists():
+        tags["dvc.lock.digest"] = lineage.file_digest(layout.DVC_LOCK)
+    return tags
+
+
+def _log_inputs(context: StageContext) -> None:
+    digests = lineage.lock_digests(layout.DVC_LOCK)
+    for path in (layout.POLICY, layout.PROBLEMS, layout.EVALUATION):
+        if digest := digests.get(str(path)):
+            context.run.log_dataset(path.name, path, digest)
+    if layout.DVC_LOCK.exists():
+        context.run.log_artifact(layout.DVC_LOCK)
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); run dvc repro to write it anew"
+        ) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold an object; run dvc repro to write it anew")
+    return cast("Mapping[str, object]", content)
+
+
+def _string(content: Mapping[str, object], key: str, path: Path) -> str:
+    value = content.get(key)
+    if not isinstance(value, str):
+        raise ValueError(f"{path} has no {key!r}; run dvc repro train")
+    return value
+
+
+def main() -> None:
+    """Run the stage, then write the report, which shows the stage's own time and outcome too."""
+    try:
+        run_stage("register", register)
+    except SystemExit as ending:
+        if not ending.code:
+            logger.info("report: %s", write_report(Path.cwd()))
+        raise
+
+
+if __name__ == "__main__":
+    main()

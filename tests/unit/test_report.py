@@ -1,0 +1,224 @@
+"""The report: self-contained, honest about what is absent, and its numbers are those of the files."""
+
+import doctest
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from polyturn import layout, report_charts, report_details, report_trajectories
+from polyturn.report import write_report
+from polyturn.report_charts import Bar, Line, bar_chart, line_chart, ticks
+from polyturn.report_data import read_run
+from polyturn.report_page import choose
+from polyturn.report_trajectories import TokenReader, show, verdict
+from tests.unit.fake_run import NUM_TEST, make_run
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def page(run_directory: Path) -> str:
+    return write_report(run_directory).read_text()
+
+
+class Tags(HTMLParser):
+    """Collects what a browser would load, and checks that tags close in order."""
+
+    VOID = ("meta", "img", "br", "link", "input", "hr", "rect", "line", "circle", "path")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "srcset")]
+        self.loaded += [value or "" for name, value in attrs if tag == "link" and name == "href"]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("module", [report_charts, report_details, report_trajectories])
+def test_docstring_examples_hold(module: object):
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+def test_the_page_is_well_formed_and_loads_nothing_from_elsewhere(page: str):
+    tags = Tags()
+    tags.feed(page)
+    assert [tag for tag in tags.open if tag not in ("li", "p")] == []
+    assert len(tags.loaded) >= 10
+    assert all(address.startswith("data:image/png;base64,") for address in tags.loaded)
+    assert "<script" not in page
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_the_headline_says_both_accuracies_with_intervals(run_directory: Path, page: str):
+    blocks = json.loads((run_directory / layout.METRICS).read_text())["test"]
+    assert f"{NUM_TEST} held-out problems" in page
+    for policy in ("warmstart", "policy"):
+        scores = blocks[policy]["sampled"]
+        low, high = (f"{100 * scores[key]:.1f}%" for key in ("accuracy_low", "accuracy_high"))
+        assert f"{100 * scores['accuracy']:.1f}% ({low} to {high})" in page
+    assert re.search(r"On the same problems that is <b>\+\d+\.\d points", page)
+
+
+def test_everything_of_the_run_is_on_the_page(page: str):
+    for text in (
+        "polyturn-geo3k version 3",
+        "models:/polyturn-geo3k/3",
+        "a gain above registry.min_gain 0",
+        "http 404 3, too small 1",
+        "shared with train 1",
+        "2 min 32 s",
+        "6 min 13 s",
+        f"{4:032x}",
+        "artifacts/images",
+        "mlflow ui --backend-store-uri sqlite:///mlflow.db",
+        "seed 7",
+        "pass@2",
+        "0.52, 0.7",
+    ):
+        assert text in page
+
+
+def test_one_problem_is_shown_before_and_after(run_directory: Path):
+    chosen = choose(read_run(run_directory))
+    (before, before_label), (after, after_label) = chosen[:2]
+    assert before["problem_id"] == after["problem_id"]
+    assert (verdict(before), before_label) == ("wrong", "warm start")
+    assert (verdict(after), after_label) == ("correct", "after training")
+    assert {verdict(entry) for entry, _ in chosen[2:]} == {"correct", "wrong"}
+    assert len({id(entry) for entry, _ in chosen}) == len(chosen)
+
+
+def test_tokens_line_up_with_turns_and_keep_their_probability(run_directory: Path):
+    reader = TokenReader(run_directory / layout.POLICY / "tokenizer.json")
+    entry = next(e for e in read_run(run_directory).exhibits.after if len(e["turns"]) > 2)
+    shown = show(entry, reader)
+    for turn, step in zip(entry["turns"], shown.steps, strict=True):
+        assert "".join(token.text for token in step.tokens) == turn["text"] + "<|im_end|>"
+        assert all(token.is_sampled and token.probability for token in step.tokens)
+        assert len(step.tokens) == turn["num_tokens"]
+    assert all(token.probability is None for token in shown.prompt_tokens)
+    assert "[picture: 9]" in [token.text for token in shown.prompt_tokens]
+    assert shown.pictures == [entry["images"][0]["sha256"]]
+
+
+def test_without_a_tokenizer_ids_are_shown(run_directory: Path):
+    entry = read_run(run_directory).exhibits.after[0]
+    shown = show(entry, TokenReader(None))
+    assert shown.steps[0].tokens[0].text.strip().isdigit()
+
+
+def test_repeated_looks_share_one_box(run_directory: Path):
+    run = read_run(run_directory)
+    for entry in (*run.exhibits.before, *run.exhibits.after):
+        boxes = show(entry, TokenReader(None)).boxes
+        assert len({(box.left, box.top) for box in boxes}) == len(boxes)
+        looks = [turn for turn in entry["turns"] if "box" in turn["info"]]
+        assert sum(len(box.turns.split()) for box in boxes) == len(looks)
+
+
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [
+        (layout.REGISTERED, "not registered yet"),
+        (layout.METRICS, "No evaluation yet"),
+        (layout.CURVE, "No training curve"),
+        (layout.STATE, "No times were recorded"),
+        (layout.PROBLEMS, "Accuracy on"),
+        (layout.DVC_LOCK, "Accuracy on"),
+        (layout.PARAMS, "Accuracy on"),
+        (layout.POLICY, "Accuracy on"),
+    ],
+)
+def test_an_absent_part_is_said_to_be_absent(
+    run_directory: Path, tmp_path: Path, absent: Path, said: str
+):
+    root = tmp_path / "copy"
+    shutil.copytree(run_directory, root)
+    target = root / absent
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    assert said in write_report(root).read_text()
+
+
+def test_without_an_evaluation_training_trajectories_are_shown(run_directory: Path, tmp_path: Path):
+    root = tmp_path / "copy"
+    shutil.copytree(run_directory, root)
+    shutil.rmtree(root / layout.EVALUATION)
+    assert "training problems of steps 0 and 39" in write_report(root).read_text()
+
+
+def test_an_empty_directory_gives_a_page_that_says_so(tmp_path: Path):
+    page = write_report(tmp_path).read_text()
+    for text in ("No evaluation yet", "No training curve", "No trajectories", "not registered"):
+        assert text in page
+
+
+def test_damaged_files_leave_their_part_out_with_a_warning(
+    run_directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    root = tmp_path / "copy"
+    shutil.copytree(run_directory, root)
+    for path in (layout.METRICS, layout.DVC_LOCK, layout.EVALUATION / "trajectories.jsonl.gz"):
+        (root / path).write_text("{[")
+    write_report(root)
+    for name in ("metrics.json", "dvc.lock", "trajectories.jsonl.gz"):
+        assert name in caplog.text
+
+
+def test_text_of_a_trajectory_cannot_become_markup(run_directory: Path, tmp_path: Path):
+    root = tmp_path / "copy"
+    shutil.copytree(run_directory, root)
+    registered = {"name": "<b>x</b>", "version": 1, "alias": "<i>", "reason": "<script>"}
+    (root / layout.REGISTERED).write_text(json.dumps(registered))
+    page = write_report(root).read_text()
+    assert "<script>" not in page
+    assert "&lt;b&gt;x&lt;/b&gt;" in page
+
+
+def test_a_curve_passes_through_its_points_and_leaves_gaps():
+    chart = line_chart([Line("y", [0.0, 1.0, None, 1.0])], size=(344, 142), unit=(0, 1), title="t")
+    # 44 px left, 14 right: steps lie at 44 + 286 / 3 * step; 12 px top, 30 bottom: 0 at y 112, 1 at 12.
+    assert 'd="M44.0 112.0L139.3 12.0M330.0 12.0"' in chart
+
+
+def test_sparse_values_become_dots_with_whiskers():
+    line = Line("y", [0.5, None, None, 0.7], "b", [0.4, None, None, 0.6], [0.6, None, None, 0.8])
+    chart = line_chart([line], size=(344, 300), unit=(0, 1), title="t")
+    assert chart.count("<circle") == 2
+    assert chart.count('class="stem b"') == 2
+    assert 'class="line b"' not in chart
+
+
+def test_bars_end_at_their_value():
+    chart = bar_chart([Bar("policy", 0.5, 0.4, 0.6, "a")], width=454, title="t")
+    assert 'width="100.0"' in chart  # 454 less margins 190 and 64 is 200
+    assert "policy: 50.0% (40.0% to 60.0%)" in chart
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "count", "expected"),
+    [
+        (0, 1, 5, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0, 84, 8, [0, 20, 40, 60, 80]),
+        (-1, 1, 4, [-1, -0.5, 0, 0.5, 1]),
+        (0, 2e-5, 4, [0, 5e-6, 1e-5, 1.5e-5, 2e-5]),
+        (3, 3, 5, [3]),
+    ],
+)
+def test_ticks_are_round_numbers(low: float, high: float, count: int, expected: list[float]):
+    assert ticks(low, high, count) == pytest.approx(expected)
