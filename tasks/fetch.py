@@ -12,6 +12,7 @@ from polyturn.data.raw import RawReport, RawWriter
 from polyturn.data.sources import SPLITS, counts, load_source
 from polyturn.params import DataParams
 from polyturn.progress import Progress
+from polyturn.reward import parse_reference
 from tasks.context import StageContext, run_stage
 
 _log = logging.getLogger(__name__)
@@ -25,7 +26,12 @@ def body(ctx: StageContext) -> None:
     source = load_source(data, images, seed=ctx.params.seed, work_dir=ctx.work_dir)
     with Progress(_num_wanted(data), "rows") as progress:
         report = RawWriter(
-            built, source, data, images.serve_host, parse_answer=str.strip, on_row=progress.update
+            built,
+            source,
+            data,
+            images.serve_host,
+            parse_answer=parse_reference,
+            on_row=progress.update,
         ).write()
     publish(built, layout.RAW)
     _record(ctx, report)

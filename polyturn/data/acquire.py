@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from polyturn.data import s3
 from polyturn.data.cache import Body, FetchCache
 from polyturn.data.fetching import Fetcher
 from polyturn.data.quarantine import RowError
+from polyturn.data.s3 import ObjectStore
 from polyturn.data.urls import cache_key, decode_data_uri, public_url
 from polyturn.params import ImagesParams
 
@@ -43,6 +44,9 @@ class Acquirer:
     _in_flight: dict[str, asyncio.Future[Body]] = field(
         default_factory=dict[str, "asyncio.Future[Body]"]
     )
+
+    _s3: ObjectStore | None = None
+    _s3_lock: threading.Lock = field(default_factory=threading.Lock)
 
     async def get(self, source: str) -> Body:
         """The bytes of an image source.
@@ -128,9 +132,11 @@ class Acquirer:
         return self.cache.put(key, data)
 
     def _read_s3(self, uri: str) -> bytes:
-        return s3.read_object(
-            uri, endpoint_url=self.limits.s3_endpoint_url, max_bytes=self.limits.max_bytes
-        )
+        """Read one object, in a thread; the first makes the client."""
+        with self._s3_lock:
+            if self._s3 is None:
+                self._s3 = ObjectStore(self.limits)
+        return self._s3.read(uri, max_bytes=self.limits.max_bytes)
 
     def _note(self, key: str, **what: object) -> None:
         self.log.write(json.dumps({"url": public_url(key), **what}, ensure_ascii=False) + "\n")

@@ -11,8 +11,8 @@ from typing import Protocol, cast
 
 import pyarrow.parquet as pq
 
-from polyturn.data import s3
-from polyturn.params import DataParams, ParamsError
+from polyturn.data.s3 import ObjectStore, parent_uri
+from polyturn.params import DataParams, ImagesParams, ParamsError
 
 SPLIT_NAMES = {
     "train": ("train", "training"),
@@ -97,9 +97,7 @@ class HubSource:
         yield from cast("_HubDataset", stream).decode(False)
 
 
-def open_geo3k(
-    params: DataParams, work_dir: Path, endpoint_url: str | None
-) -> FileSource | HubSource:
+def open_geo3k(params: DataParams, images: ImagesParams, work_dir: Path) -> FileSource | HubSource:
     """Open data.path.
 
     Raises:
@@ -110,8 +108,8 @@ def open_geo3k(
             "data.path: source geo3k needs a directory, .jsonl, .parquet, s3:// URI or dataset id, got null"
         )
     if params.path.startswith("s3://"):
-        files = s3.download_dataset(params.path, work_dir / "dataset", endpoint_url)
-        return FileSource(files, None, params.base_url or s3.parent_uri(params.path))
+        files = ObjectStore(images).download_dataset(params.path, work_dir / "dataset")
+        return FileSource(files, None, params.base_url or parent_uri(params.path))
     path = Path(params.path)
     if path.is_dir():
         return FileSource(dataset_files(path), path, params.base_url)

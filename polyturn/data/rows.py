@@ -227,9 +227,10 @@ def _answer(row: Mapping[str, object], key: str, parse_answer: Callable[[str], s
         if not math.isfinite(value):
             raise RowError("bad_answer", f"column {key!r} must be finite, got {value}")
         value = int(value) if value.is_integer() else value
-    answer = parse_answer(str(value)).strip()
-    if not answer:
-        raise RowError("bad_answer", f"no answer can be read from {str(value)[:80]!r}")
+    try:
+        answer = parse_answer(str(value))
+    except ValueError as error:
+        raise RowError("bad_answer", str(error)) from None
     return answer
 
 

@@ -84,7 +84,7 @@ def load_source(params: DataParams, images: ImagesParams, *, seed: int, work_dir
         drawn = {split: count for split, count in wanted.items() if count is not None}
         return SyntheticSource(params.synthetic, seed, drawn, base_url=base_url)
     if params.source == "geo3k":
-        return open_geo3k(params, work_dir, images.s3_endpoint_url)
+        return open_geo3k(params, images, work_dir)
     if ":" not in params.source:
         raise ParamsError(
             f'data.source must be synthetic, geo3k or "module:attr" of a load(split) function, '

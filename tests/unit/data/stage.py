@@ -11,6 +11,7 @@ from polyturn.data.images import ImageJob, ImageReport, build_image_store
 from polyturn.data.quarantine import SetAside, read_quarantine, write_quarantine
 from polyturn.params import ImagesParams
 
+
 @dataclass(frozen=True)
 class Stored:
     """A finished images stage."""
@@ -34,7 +35,9 @@ class Stage:
     def raw(self, rows: Sequence[dict[str, object]], before: Sequence[SetAside] = ()) -> Path:
         raw = self.root / "raw"
         (raw / "pictures").mkdir(parents=True, exist_ok=True)
-        lines = [{"split": "train", "problem": "", "answer": "1", "metadata": {}, **row} for row in rows]
+        lines = [
+            {"split": "train", "problem": "", "answer": "1", "metadata": {}, **row} for row in rows
+        ]
         write_jsonl(raw / "problems.jsonl", lines)
         write_quarantine(raw / "quarantine.jsonl", before)
         return raw

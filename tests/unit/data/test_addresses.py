@@ -16,7 +16,7 @@ from tests.unit.data.web import Web, png, reply
 BLOCKED = [
     "127.0.0.1",
     "127.255.0.9",
-    "0.0.0.0",  # noqa: S104
+    "0.0.0.0",
     "10.0.0.5",
     "172.16.0.1",
     "192.168.1.1",
@@ -122,9 +122,7 @@ def _resolve(
 
         monkeypatch.setattr(loop, "getaddrinfo", fake)
         resolver = GuardedResolver(allow, {"figures.test": ("127.0.0.1", 4711)})
-        return [
-            [item["host"] for item in await resolver.resolve("host.test", 80)] for _ in answers
-        ]
+        return [[item["host"] for item in await resolver.resolve("host.test", 80)] for _ in answers]
 
     return asyncio.run(run())
 

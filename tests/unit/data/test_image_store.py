@@ -59,7 +59,10 @@ def test_too_many_bad_rows_stop_the_run_with_a_table(web: Web, stage: Stage) -> 
 
 
 def _mixed_urls(web: Web) -> dict[str, str | list[str]]:
-    return {name: f"{web.url}/{file}.png" for name, file in zip("abcde", ("a", "b", "missing", "d", "e"), strict=True)}
+    return {
+        name: f"{web.url}/{file}.png"
+        for name, file in zip("abcde", ("a", "b", "missing", "d", "e"), strict=True)
+    }
 
 
 def test_a_run_that_keeps_nothing_fails(web: Web, stage: Stage) -> None:
@@ -94,7 +97,9 @@ def test_the_second_run_needs_no_network_and_gives_the_same_bytes(web: Web, stag
 def test_one_address_is_fetched_once_and_one_content_stored_once(web: Web, stage: Stage) -> None:
     web.add("/same.png", reply(png()))
     web.add("/copy.png", reply(png()))
-    rows: dict[str, str | list[str]] = {f"r{i}": f"{web.url}/same.png?token=t{i}" for i in range(50)}
+    rows: dict[str, str | list[str]] = {
+        f"r{i}": f"{web.url}/same.png?token=t{i}" for i in range(50)
+    }
     done = stage.run({**rows, "copy": f"{web.url}/copy.png"})
     assert web.hits == {"/same.png": 1, "/copy.png": 1}
     assert len(done.rows) == 51
@@ -103,7 +108,9 @@ def test_one_address_is_fetched_once_and_one_content_stored_once(web: Web, stage
 
 def test_secrets_reach_neither_manifest_nor_logs_nor_cache(web: Web, stage: Stage) -> None:
     web.add("/a.png", reply(png()))
-    done = stage.run({"a": f"{web.url}/a.png?X-Amz-Signature=S3CR3T", "b": f"{web.url}/no.png?sig=S3CR3T"})
+    done = stage.run(
+        {"a": f"{web.url}/a.png?X-Amz-Signature=S3CR3T", "b": f"{web.url}/no.png?sig=S3CR3T"}
+    )
     for directory in (done.out, stage.root / "logs", stage.root / "cache"):
         for path in directory.rglob("*"):
             assert not path.is_file() or b"S3CR3T" not in path.read_bytes()

@@ -59,7 +59,11 @@ def test_ordinary_parameters_stay_part_of_the_address() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    ["HTTP://A.TEST:80/b%2fc.png", "http://a.test/b%2Fc.png#x", "http://u:p@a.test/b%2Fc.png?token=1"],
+    [
+        "HTTP://A.TEST:80/b%2fc.png",
+        "http://a.test/b%2Fc.png#x",
+        "http://u:p@a.test/b%2Fc.png?token=1",
+    ],
 )
 def test_spellings_of_one_address_share_a_key(other: str) -> None:
     assert cache_key(other) == cache_key("http://a.test/b%2Fc.png")
@@ -70,7 +74,8 @@ def _forms(data: bytes) -> dict[str, str]:
     return {
         "plain": f"data:image/png;base64,{text}",
         "no padding": f"data:image/png;base64,{text.rstrip('=')}",
-        "line breaks": "data:image/png;base64," + "\n".join(text[i : i + 20] for i in range(0, len(text), 20)),
+        "line breaks": "data:image/png;base64,"
+        + "\n".join(text[i : i + 20] for i in range(0, len(text), 20)),
         "url alphabet": f"data:image/png;base64,{text.replace('+', '-').replace('/', '_')}",
         "escaped": f"data:image/png;base64,{text.replace('+', '%2B').replace('/', '%2F').replace('=', '%3D')}",
         "upper": f"DATA:image/png;BASE64,{text}",
@@ -90,7 +95,8 @@ def test_all_forms_of_a_data_uri_give_the_same_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "uri", ["data:image/png;base64,!!!garbage!!!", "data:image/png;base64", "data:;base64,A", "data:"]
+    "uri",
+    ["data:image/png;base64,!!!garbage!!!", "data:image/png;base64", "data:;base64,A", "data:"],
 )
 def test_garbage_in_a_data_uri_has_a_reason(uri: str) -> None:
     with pytest.raises(RowError, match="bad_data_uri"):

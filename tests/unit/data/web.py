@@ -55,7 +55,12 @@ class Web:
 
 
 def reply(
-    body: bytes, *, status: int = 200, kind: str = "image/png", length: int | None = None, **headers: str
+    body: bytes,
+    *,
+    status: int = 200,
+    kind: str = "image/png",
+    length: int | None = None,
+    **headers: str,
 ) -> Answer:
     """A plain answer; `length` overrides Content-Length."""
     lines = [f"HTTP/1.1 {status} X", f"Content-Type: {kind}", "Connection: close"]

@@ -1,0 +1,313 @@
+"""Sources and the fetch stage's out: synthetic figures, Geometry3K-shaped files, own functions."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from polyturn.data import read_problems
+from polyturn.data.files import read_jsonl
+from polyturn.data.raw import RawReport, RawWriter
+from polyturn.data.sources import load_source
+from polyturn.data.synthetic import KINDS, REGIONS, draw_figure, figure_rng
+from polyturn.params import DataParams, ImagesParams, SyntheticParams
+from tests.unit.data.stage import Stage
+from tests.unit.data.web import png
+
+GEO3K = Path(__file__).parents[4] / "shared" / "data" / "geo3k"
+ALL = {"num_train": None, "num_validation": None, "num_test": None}
+
+
+def _write(out: Path, seed: int = 0, **data: object) -> RawReport:
+    params, images = DataParams.model_validate(data), ImagesParams()
+    source = load_source(params, images, seed=seed, work_dir=out.parent / "work")
+    writer = RawWriter(
+        out, source, params, images.serve_host, parse_answer=str.strip, on_row=lambda: None
+    )
+    return writer.write()
+
+
+def _lines(out: Path) -> list[dict[str, object]]:
+    return list(read_jsonl(out / "problems.jsonl"))
+
+
+def _files(out: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
+
+
+SYNTHETIC = {"num_train": 30, "num_validation": 8, "num_test": 9}
+
+
+def test_synthetic_rows_are_as_described(tmp_path: Path) -> None:
+    report = _write(tmp_path / "raw", **SYNTHETIC)
+    assert report.kept == {"train": 30, "validation": 8, "test": 9}
+    rows = _lines(tmp_path / "raw")
+    assert rows[0]["id"] == "train/000000"
+    assert rows[0]["images"] == ["http://figures.polyturn.test/train/000000.png"]
+    answers = {"perimeter": {"square": 4, "triangle": 3}, "diameter": {"circle": 2}}
+    for row in rows:
+        figure = row["metadata"]
+        label = figure["label"]
+        assert 2 <= label <= 6
+        assert row["problem"] == f"<image>Find the {figure['quantity']}."
+        factor = (
+            label if figure["quantity"] == "area" else answers[figure["quantity"]][figure["shape"]]
+        )
+        assert row["answer"] == str(label * factor)
+        assert set(figure) == {"shape", "quantity", "label", "region"}
+        assert figure["region"] in REGIONS
+        path = tmp_path / "raw" / "pictures" / f"{row['id']}.png"
+        with Image.open(path) as image:
+            assert image.size == (256, 256)
+
+
+def test_synthetic_files_depend_on_seed_split_and_index_alone(tmp_path: Path) -> None:
+    _write(tmp_path / "a", **SYNTHETIC)
+    _write(tmp_path / "b", **SYNTHETIC)
+    assert _files(tmp_path / "a") == _files(tmp_path / "b")
+    _write(tmp_path / "more", **{**SYNTHETIC, "num_train": 40})
+    more = _files(tmp_path / "more")
+    assert {
+        k: v for k, v in more.items() if k in _files(tmp_path / "a") and k.startswith("pic")
+    } == {k: v for k, v in _files(tmp_path / "a").items() if k.startswith("pic")}
+    _write(tmp_path / "other", seed=1, **SYNTHETIC)
+    assert _files(tmp_path / "other") != _files(tmp_path / "a")
+    pictures = _files(tmp_path / "a" / "pictures")
+    assert pictures["train/000000.png"] != pictures["test/000000.png"]
+
+
+def test_shapes_labels_and_regions_are_evenly_drawn() -> None:
+    params = SyntheticParams()
+    figures = [draw_figure(figure_rng(0, "train", i), params)[0] for i in range(600)]
+    assert set(Counter((f.shape, f.quantity) for f in figures)) == set(KINDS)
+    assert all(100 < count < 200 for count in Counter(f.region for f in figures).values())
+    assert all(80 < count < 160 for count in Counter(f.label for f in figures).values())
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_the_label_lies_near_the_centre_of_its_quadrant(region: str) -> None:
+    params = SyntheticParams()
+    figure, image = next(
+        drawn
+        for i in range(100)
+        if (drawn := draw_figure(figure_rng(0, "test", i), params))[0].region == region
+        and drawn[0].shape == "square"
+    )
+    row, column = divmod(REGIONS.index(figure.region), 2)
+    for r in range(2):
+        for c in range(2):
+            inner = np.asarray(image)[r * 128 + 34 : r * 128 + 94, c * 128 + 34 : c * 128 + 94]
+            assert ((inner < 128).sum() > 30) == ((r, c) == (row, column))
+
+
+def _dataset(root: Path) -> list[dict[str, object]]:
+    """Five rows of three splits with relative pictures."""
+    (root / "images").mkdir(parents=True)
+    rows: list[dict[str, object]] = []
+    for i, split in enumerate(("train", "train", "val", "test", "test")):
+        (root / "images" / f"{i} ü.png").write_bytes(png((32, 32), (i, 0, 0)))
+        rows.append(
+            {
+                "id": f"r{i}",
+                "split": split,
+                "problem": "<image>Find $x$.",
+                "answer": i,
+                "images": [f"images/{i} ü.png"],
+            }
+        )
+    return rows
+
+
+def _jsonl(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _bytes_of(rows: list[dict[str, object]], root: Path) -> list[dict[str, object]]:
+    return [
+        {**row, "images": [{"bytes": (root / str(row["images"][0])).read_bytes(), "path": None}]}
+        for row in rows
+    ]
+
+
+def test_a_directory_gives_relative_paths_that_lie_in_pictures(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    _jsonl(root.joinpath("problems.jsonl") if root.exists() else _made(root), _dataset(root))
+    report = _write(tmp_path / "raw", source="geo3k", path=str(root), **ALL)
+    assert report.kept == {"train": 2, "validation": 1, "test": 2}
+    rows = _lines(tmp_path / "raw")
+    assert [row["split"] for row in rows] == ["train", "train", "validation", "test", "test"]
+    assert rows[0]["images"] == ["images/0 ü.png"]
+    assert rows[0]["answer"] == "0"
+    assert (tmp_path / "raw" / "pictures" / "images" / "0 ü.png").is_file()
+
+
+def _made(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    return root / "problems.jsonl"
+
+
+def _stored(tmp_path: Path, name: str, **data: object) -> list[str]:
+    """Picture hashes after fetch and images, in row order."""
+    stage = Stage(tmp_path / name)
+    _write(stage.root / "raw", source="geo3k", **{**ALL, **data})
+    done = stage.finish(stage.job(dedup_splits=False))
+    return [p.images[0].sha256 for p in read_problems(done.out / "problems.jsonl", done.out)]
+
+
+def test_all_forms_of_a_dataset_give_the_same_pictures(tmp_path: Path) -> None:
+    """ROW-07: paths, URLs, bytes in Parquet, data URIs."""
+    root = tmp_path / "set"
+    rows = _dataset(root)
+    _jsonl(root / "problems.jsonl", rows)
+    expected = _stored(tmp_path, "paths", path=str(root))
+    assert len(set(expected)) == 5
+    base = "http://figures.polyturn.test"
+    assert _stored(tmp_path, "urls", path=str(root), base_url=f"{base}/geo") == expected
+    assert _stored(tmp_path, "root_url", path=str(root), base_url=base) == expected
+    assert _stored(tmp_path, "file", path=str(root / "problems.jsonl")) == expected
+    pq.write_table(pa.Table.from_pylist(_bytes_of(rows, root)), tmp_path / "all.parquet")
+    assert _stored(tmp_path, "parquet", path=str(tmp_path / "all.parquet")) == expected
+    assert (
+        _stored(tmp_path, "parquet_url", path=str(tmp_path / "all.parquet"), base_url=base)
+        == expected
+    )
+    by_split = tmp_path / "by_split" / "data"
+    by_split.mkdir(parents=True)
+    for split in ("train", "val", "test"):
+        own = [dict(row) for row in _bytes_of(rows, root) if row["split"] == split]
+        for row in own:
+            del row["split"]
+        pq.write_table(pa.Table.from_pylist(own), by_split / f"{split}-00000-of-00001.parquet")
+    assert _stored(tmp_path, "splits", path=str(by_split.parent)) == expected
+
+
+def test_urls_under_a_foreign_base_copy_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    _jsonl(_made(root), _dataset(root))
+    _write(tmp_path / "raw", source="geo3k", path=str(root), base_url="https://a.test/geo/", **ALL)
+    assert _lines(tmp_path / "raw")[0]["images"] == ["https://a.test/geo/images/0%20%C3%BC.png"]
+    assert not any(path.is_file() for path in (tmp_path / "raw" / "pictures").rglob("*"))
+
+
+def test_no_file_of_fetch_names_this_machine(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    _jsonl(_made(root), _dataset(root))
+    for base_url in (None, "http://figures.polyturn.test"):
+        out = tmp_path / f"raw{base_url is None}"
+        _write(out, source="geo3k", path=str(root), base_url=base_url, **ALL)
+        assert not any(str(tmp_path).encode() in data for data in _files(out).values())
+
+
+def test_a_bad_line_stops_or_is_set_aside_with_file_and_line(tmp_path: Path) -> None:
+    """ROW-15."""
+    good = '{"problem": "Find $a \\\\cdot b$.", "answer": "1"}\n'
+    bad = '{"problem": "Find $a \\cdot b$.", "answer": "1"}\n'
+    (tmp_path / "train.jsonl").write_text(good + bad + good + "[1]\n")
+    where = {"source": "geo3k", "path": str(tmp_path / "train.jsonl"), **ALL}
+    report = _write(tmp_path / "raw", **where)
+    assert report.kept["train"] == 2
+    assert [row["problem"] for row in _lines(tmp_path / "raw")] == ["Find $a \\cdot b$."] * 2
+    assert [(row.id, row.reason) for row in report.set_aside] == [
+        ("train.jsonl:2", "bad_json"),
+        ("train.jsonl:4", "bad_json"),
+    ]
+    with pytest.raises(ValueError, match=r"train.jsonl, line 2.*data.on_bad_line"):
+        _write(tmp_path / "strict", on_bad_line="stop", **where)
+
+
+def test_rows_that_cannot_be_placed_are_set_aside_by_id(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    (tmp_path / "secret.png").write_bytes(png())
+    bad = {
+        "../secret.png": "blocked_path",
+        str(tmp_path / "secret.png"): "blocked_path",
+        "images/none.png": "missing_file",
+        "images": "missing_file",
+        "file:///etc/hostname": "blocked_scheme",
+        "ftp://a.test/x.png": "blocked_scheme",
+        "link.png": "blocked_path",
+        str(png((8, 8))): "missing_file",
+    }
+    rows = _dataset(root)[:1]
+    (root / "link.png").symlink_to(tmp_path / "secret.png")
+    rows += [{**rows[0], "id": f"b{i}", "images": [path]} for i, path in enumerate(bad)]
+    rows += [rows[0]]
+    _jsonl(root / "problems.jsonl", rows)
+    report = _write(tmp_path / "raw", source="geo3k", path=str(root), **ALL)
+    assert report.kept["train"] == 1
+    assert [row.reason for row in report.set_aside] == [*bad.values(), "duplicate_id"]
+    assert {row.stage for row in report.set_aside} == {"fetch"}
+
+
+def test_a_dataset_without_a_usable_row_stops_the_run(tmp_path: Path) -> None:
+    _jsonl(
+        tmp_path / "a.jsonl", [{"problem": "<image>x", "answer": "1", "images": [str(b"\x89PNG")]}]
+    )
+    with pytest.raises(ValueError, match=r"no usable row \(1 set aside"):
+        _write(tmp_path / "raw", source="geo3k", path=str(tmp_path / "a.jsonl"), **ALL)
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ({"source": "geo3k"}, "data.path"),
+        ({"source": "geo3k", "path": "no/such/dir/x"}, "data.path"),
+        ({"source": "geo3k", "path": "gone.jsonl"}, "data.path"),
+        ({"source": "imagenet"}, "data.source"),
+        ({"source": "no_such_module:load"}, "data.source"),
+        ({"source": "polyturn.data.synthetic:nothing"}, "data.source"),
+        ({"source": "builtins:len"}, ""),
+        ({"num_train": None}, "data.num_train"),
+    ],
+)
+def test_a_wrong_source_names_its_key(tmp_path: Path, data: dict[str, object], key: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as error:
+        _write(tmp_path / "raw", **data)
+    assert key in str(error.value)
+
+
+def own_rows(split: str) -> list[dict[str, object]]:
+    """A user's source."""
+    return [
+        {"problem": "<image>x", "answer": i, "images": [png((32, 32), (i, 0, 0))]}
+        for i in range(len(split))
+    ]
+
+
+def test_a_function_of_ones_own_is_a_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import polyturn.data.synthetic as host  # noqa: PLC0415
+
+    monkeypatch.setattr(host, "own_rows", own_rows, raising=False)
+    report = _write(tmp_path / "raw", source="polyturn.data.synthetic:own_rows", num_train=3)
+    assert report.kept == {"train": 3, "validation": 10, "test": 4}
+    assert _lines(tmp_path / "raw")[0]["images"] == ["embedded/train/000000_0.png"]
+    data = (tmp_path / "raw" / "pictures" / "embedded" / "train" / "000001_0.png").read_bytes()
+    assert Image.open(io.BytesIO(data)).getpixel((0, 0)) == (1, 0, 0)
+
+
+def test_real_geometry3k_passes_whole_with_its_answers(tmp_path: Path) -> None:
+    if not GEO3K.is_dir():
+        pytest.skip(f"{GEO3K} is absent: real problems are not part of the project")
+    base = "http://figures.polyturn.test/geo3k"
+    count = {"num_train": 60, "num_validation": 30, "num_test": 30}
+    stage = Stage(tmp_path)
+    _write(stage.root / "raw", source="geo3k", path=str(GEO3K), base_url=base, **count)
+    done = stage.finish(stage.job(dedup_splits=False, max_bad_fraction=0.0, size_multiple=32))
+    problems = read_problems(done.out / "problems.jsonl", done.out)
+    assert len(problems) == 120
+    truth = {row["id"]: row for row in read_jsonl(GEO3K / "problems.jsonl")}
+    for problem in problems:
+        assert problem.answer == truth[problem.id]["answer"]
+        assert "<image>" + problem.messages[0].text == truth[problem.id]["problem"]
+    again = stage.finish(stage.job(dedup_splits=False, max_bad_fraction=0.0, size_multiple=32))
+    assert (again.report.num_fetched, again.report.num_cache_hits) == (0, 120)
