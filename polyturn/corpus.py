@@ -20,7 +20,7 @@ def corpus(problems: Sequence[Problem]) -> Iterator[str]:
         yield zoom.answer(problem.answer)
     for region in zoom.REGIONS:
         yield zoom.tool_call(region)
-        yield zoom.not_seen([name for name in zoom.REGIONS if name != region])
+        yield zoom.not_seen([region])
     yield zoom.READ_QUESTION
     yield zoom.not_seen([])
     yield zoom.not_seen(list(zoom.REGIONS))

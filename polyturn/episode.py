@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
 
 from polyturn.envs.base import Env, EnvContext, ToolSchema, build, observation_message
+from polyturn.envs.call import call
 from polyturn.params import EnvParams, RolloutParams
 from polyturn.render import Rendered, Renderer
 from polyturn.sampler.base import Reply, SampleRequest
@@ -81,18 +81,21 @@ class Episode:
             )
             self.env = build(self.settings.build_env, context)
             first = await self._reset(self.env, context.seed)
+            tools = cast("Sequence[ToolSchema]", getattr(self.env, "tools", ()) or ())
+            messages = [*self.problem.messages, *([first] if first else [])]
+            self._append(
+                self.settings.renderer.prompt(
+                    messages, tools if self.settings.env.tools_in_prompt else ()
+                )
+            )
+        except TimeoutError as error:
+            self._fail(StopReason.ENV_TIMEOUT, error)
+            return
         except (
             Exception
         ) as error:  # a bad environment is data: the trajectory fails, the run goes on
             self._fail(StopReason.ENV_ERROR, error)
             return
-        tools = cast("Sequence[ToolSchema]", getattr(self.env, "tools", ()) or ())
-        messages = [*self.problem.messages, *([first] if first else [])]
-        self._append(
-            self.settings.renderer.prompt(
-                messages, tools if self.settings.env.tools_in_prompt else ()
-            )
-        )
         if len(self._token_ids) >= self.settings.rollout.max_context_tokens:
             self.stop_reason = StopReason.MAX_CONTEXT
 
@@ -136,6 +139,7 @@ class Episode:
         try:
             observation, is_done, info = await self._step(text)
             message = None if is_done else observation_message(cast("Env", self.env), observation)
+            shown = self._show(message)
         except TimeoutError as error:
             self._close_turn(reply, text, None, {})
             self._fail(StopReason.ENV_TIMEOUT, error)
@@ -146,7 +150,7 @@ class Episode:
             self._close_turn(reply, text, None, {})
             self._fail(StopReason.ENV_ERROR, error)
             return
-        self._close_turn(reply, text, self._show(message), info)
+        self._close_turn(reply, text, shown, info)
 
     async def finish(self) -> Trajectory:
         """Close the environment and freeze the trajectory."""
@@ -202,12 +206,23 @@ class Episode:
         elif self._num_sampled >= limits.max_new_tokens:
             self.stop_reason = StopReason.MAX_NEW_TOKENS
         else:
-            rendered = self.settings.renderer.observation(message)
+            rendered = self._after_end_token(self.settings.renderer.observation(message))
             if len(self._token_ids) + len(rendered.token_ids) < limits.max_context_tokens:
                 self._append(rendered)
                 return message
             self.stop_reason = StopReason.MAX_CONTEXT
         return None
+
+    def _after_end_token(self, observation: Rendered) -> Rendered:
+        """Put the end token in front, never trained, where the engine stopped the reply by something else."""
+        end = self.settings.renderer.family.end_of_turn_id
+        if self._token_ids[-1] == end:
+            return observation
+        return replace(
+            observation,
+            engine_ids=(end, *observation.engine_ids),
+            token_ids=(end, *observation.token_ids),
+        )
 
     def _budget(self) -> int:
         """Tokens that the next reply may have (at least 1 while the episode is not done)."""
@@ -256,9 +271,4 @@ class Episode:
         return None if is_empty else observation_message(env, observation)
 
     async def _call(self, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Call an env method under the time limit; a synchronous one runs off the event loop."""
-        if inspect.iscoroutinefunction(method):
-            answer = cast("asyncio.Future[object]", method(*args, **kwargs))
-        else:
-            answer = asyncio.to_thread(method, *args, **kwargs)
-        return await asyncio.wait_for(answer, self.settings.env.step_timeout_s)
+        return await call(method, *args, time_limit_s=self.settings.env.step_timeout_s, **kwargs)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -36,6 +37,7 @@ MODEL_CLASSES: dict[str, type[PreTrainedModel]] = {
     "qwen3_vl": Qwen3VLForConditionalGeneration,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
 }
+_Loaded = tuple[PreTrainedModel, Mapping[str, Iterable[str]]]  # with output_loading_info
 IMAGE_TOKENS = (IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -112,7 +114,8 @@ def load(params: ModelParams, directory: Path) -> Policy:
             f"model.path: {directory} is a {model_type!r}; polyturn trains {sorted(MODEL_CLASSES)}"
         )
     try:
-        model, report = MODEL_CLASSES[model_type].from_pretrained(
+        from_pretrained = cast("Callable[..., _Loaded]", MODEL_CLASSES[model_type].from_pretrained)
+        model, report = from_pretrained(
             directory,
             dtype=DTYPES[params.dtype],
             attn_implementation=params.attention,
@@ -129,7 +132,7 @@ def load(params: ModelParams, directory: Path) -> Policy:
     }
     if wrong:
         raise ModelError(f"model.path: tensors of {directory} do not fit its config: {wrong}")
-    return wrap(cast("PreTrainedModel", model), processor)
+    return wrap(model, processor)
 
 
 def wrap(model: PreTrainedModel, processor: ProcessorMixin) -> Policy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -144,14 +144,14 @@ class Renderer:
         tools: Sequence[Mapping[str, Json]] = (),
         continues: bool = True,
     ) -> str:
-        text = self._tokenizer.apply_chat_template(
+        apply = cast("Callable[..., str]", self._tokenizer.apply_chat_template)
+        return apply(
             list(chat),
             tools=list(tools) or None,
             chat_template=self._template,
             add_generation_prompt=continues,
             tokenize=False,
         )
-        return cast("str", text)
 
 
 def _chat(message: Message) -> Mapping[str, object]:

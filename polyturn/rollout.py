@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from polyturn.envs.base import load_object
 from polyturn.episode import Episode, EpisodeSettings
+from polyturn.memory import lowered_by
 from polyturn.params import EnvParams, Params, RewardParams, RolloutParams
 from polyturn.render import Renderer
 from polyturn.reward import check_failures, score
 from polyturn.sampler.base import Sampler
-from polyturn.types import Group, Problem, Trajectory
+from polyturn.types import Group, Problem, Status, Trajectory
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Draw:
     temperature: float
 
 
-class FailureBudgetError(RuntimeError):
+class FailureBudgetError(ValueError):
     """More trajectories failed than env.max_failure_fraction allows."""
 
 
@@ -73,7 +74,8 @@ async def rollout(
     ]
     await asyncio.gather(*(episode.start() for episode in episodes))
     while live := [episode for episode in episodes if not episode.is_done]:
-        replies = await sampler.generate([episode.request() for episode in live])
+        with lowered_by(f"sampling {len(live)} trajectories", _memory_keys(settings.rollout)):
+            replies = await sampler.generate([episode.request() for episode in live])
         await asyncio.gather(*(e.advance(reply) for e, reply in zip(live, replies, strict=True)))
     finished = [await episode.finish() for episode in episodes]
     _check_failures(finished, settings.env.max_failure_fraction)
@@ -85,8 +87,16 @@ async def rollout(
     ]
 
 
+def _memory_keys(rollout: RolloutParams) -> dict[str, object]:
+    return {
+        "rollout.prompts_per_step": f"times group_size {rollout.group_size}",
+        "rollout.max_context_tokens": rollout.max_context_tokens,
+        "evaluate.batch_size": "while evaluating",
+    }
+
+
 def _check_failures(trajectories: Sequence[Trajectory], max_fraction: float) -> None:
-    failed = [t for t in trajectories if t.error is not None]
+    failed = [t for t in trajectories if t.status is Status.FAILED]
     if len(failed) > max_fraction * len(trajectories):
         raise FailureBudgetError(
             f"env.max_failure_fraction is {max_fraction}, but {len(failed)} of {len(trajectories)} trajectories "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -102,16 +103,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     )
     bpe.train_from_iterator(texts, trainer)
     learned = json.loads(bpe.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(
+    construct = cast("Callable[..., Qwen2Tokenizer]", Qwen2Tokenizer)
+    tokenizer = construct(
         vocab=learned["vocab"],
         merges=[tuple(pair) for pair in learned["merges"]],
         unk_token=None,
         eos_token=PADDING,
         pad_token=PADDING,
     )
-    tokenizer.add_tokens(
-        [AddedToken(token, special=special, normalized=False) for token, special in ADDED_TOKENS]
-    )
+    added: list[str | AddedToken] = [
+        AddedToken(token, special=special, normalized=False) for token, special in ADDED_TOKENS
+    ]
+    tokenizer.add_tokens(added)
     # Set after add_tokens: as a constructor argument it would be added first and shift the ids.
     tokenizer.eos_token = END_OF_TURN
     tokenizer.model_max_length = 32_768
@@ -138,7 +141,7 @@ def build_model(
     params: SmallModelParams, tokenizer: Qwen2Tokenizer, *, seed: int, max_positions: int
 ) -> Qwen3VLForConditionalGeneration:
     """The small Qwen3-VL with random weights drawn from `seed` (float32)."""
-    token_id = tokenizer.convert_tokens_to_ids
+    token_id = cast("Callable[[str], int]", tokenizer.convert_tokens_to_ids)
     half = params.head_dim // 2
     section = half * 5 // 16
     text = {

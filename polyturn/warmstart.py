@@ -24,6 +24,7 @@ from polyturn.envs.demonstration import Demonstration
 from polyturn.forward import Scores
 from polyturn.learner.base import NonFiniteError
 from polyturn.learner.scoring import gradient_norm, score_batch
+from polyturn.memory import lowered_by
 from polyturn.model import Policy
 from polyturn.params import PhaseParams, WarmstartParams
 from polyturn.render import Renderer
@@ -80,7 +81,6 @@ def warm_start(
     params: WarmstartParams,
     *,
     seed: int,
-    micro_batch_tokens: int,
     on_step: Callable[[StepReport], None],
 ) -> list[PhaseReport]:
     """Train `policy` in place through all phases; every random choice derives from `seed`, phase and step.
@@ -89,7 +89,7 @@ def warm_start(
         WarmstartError: an example kind is unknown, or problems do not suit it.
         NonFiniteError: loss or gradients are not finite.
     """
-    trainer = _Trainer(policy, renderer, params, micro_batch_tokens)
+    trainer = _Trainer(policy, renderer, params)
     examples = load_examples(params)
     reports = []
     for phase in params.phases:
@@ -174,13 +174,10 @@ def kind_counts(mix: Mapping[str, float], batch_size: int) -> dict[str, int]:
 class _Trainer:
     """Supervised steps with AdamW on all parameters."""
 
-    def __init__(
-        self, policy: Policy, renderer: Renderer, params: WarmstartParams, micro_batch_tokens: int
-    ) -> None:
+    def __init__(self, policy: Policy, renderer: Renderer, params: WarmstartParams) -> None:
         self.renderer = renderer
         self._policy = policy
         self._params = params
-        self._micro_batch_tokens = micro_batch_tokens
         self._reader = vision.PatchReader(policy)
         self._parameters = list(policy.model.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -200,11 +197,14 @@ class _Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         num_tokens = max(1, sum(int(sample.loss_mask.sum()) for sample in samples))
         loss, nats = 0.0, _AnswerNats()
-        for indices in micro_batches(samples, self._micro_batch_tokens):
+        for indices in micro_batches(samples, self._params.micro_batch_tokens):
             chosen = [samples[index] for index in indices]
-            scores = self._score(collate(chosen, [0.0] * len(chosen), self.renderer))
-            micro_loss = -scores.logprobs.sum() / num_tokens
-            micro_loss.backward()
+            with lowered_by(
+                "training", {"warmstart.micro_batch_tokens": self._params.micro_batch_tokens}
+            ):
+                scores = self._score(collate(chosen, [0.0] * len(chosen), self.renderer))
+                micro_loss = -scores.logprobs.sum() / num_tokens
+                micro_loss.backward()
             loss += float(micro_loss.detach())
             nats.add(chosen, scores.logprobs.detach())
         norm = gradient_norm(self._parameters, self._params.grad_clip)

@@ -50,7 +50,6 @@ def body(ctx: StageContext) -> None:
             train,
             ctx.params.warmstart,
             seed=derive(ctx.params.seed, "warmstart"),
-            micro_batch_tokens=ctx.params.learner.micro_batch_tokens,
             on_step=on_step,
         )
     model.save(policy, layout.WARMSTART)

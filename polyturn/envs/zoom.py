@@ -169,9 +169,12 @@ def read_box(value: Json) -> Box:
 
 
 def not_seen(seen: Sequence[str]) -> str:
-    """What an answer says besides the picture: the regions that are left."""
-    left = [region for region in REGIONS if region not in seen]
-    return f"Not seen: {' '.join(left) or 'none'}"
+    """What an answer says besides the picture: the regions that are left, each in its own place.
+
+    >>> not_seen(["northeast", "southeast"])
+    'Not seen: northwest - southwest -'
+    """
+    return "Not seen: " + " ".join("-" if region in seen else region for region in REGIONS)
 
 
 @lru_cache(maxsize=20_000)

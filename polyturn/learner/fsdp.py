@@ -18,6 +18,7 @@ from polyturn.batching import collate, micro_batches
 from polyturn.learner.base import NonFiniteError, UpdateStats
 from polyturn.learner.scoring import gradient_norm, score_batch, trained
 from polyturn.loss import policy_loss, token_weights
+from polyturn.memory import lowered_by
 from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
 from polyturn.render import Renderer
@@ -88,7 +89,10 @@ class FsdpLearner:
             batch = collate(
                 [samples[i] for i in indices], [weights[i] for i in indices], self.renderer
             )
-            self._accumulate(batch, sums, is_on_policy=is_on_policy)
+            with lowered_by(
+                "training", {"learner.micro_batch_tokens": self.params.micro_batch_tokens}
+            ):
+                self._accumulate(batch, sums, is_on_policy=is_on_policy)
         norm = gradient_norm(self._parameters, self.params.grad_clip)
         if not (math.isfinite(sums.loss) and math.isfinite(norm)):
             self._optimizer.zero_grad(set_to_none=True)
