@@ -1,0 +1,182 @@
+"""Rendering: two id streams, observations that continue a reply, and templates that rewrite the past."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyturn.envs.zoom import TOOLS
+from polyturn.model import Policy
+from polyturn.render import Renderer, TemplateError
+from polyturn.types import Message
+from tests.unit import templates, tiny
+
+SYSTEM = Message("system", (" ".join(["Look at the figure with care."] * 12),))
+QUESTION = Message("user", (tiny.picture(), "Find x."))
+CROP = Message("tool", (tiny.picture(32, 32, 60), "Not seen: none"))
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12).filter(
+    lambda text: "<" not in text
+)
+
+
+def with_template(policy: Policy, template: str) -> Renderer:
+    """A renderer of the same policy with another chat template."""
+    processor = copy.copy(policy.processor)
+    processor.chat_template = template  # type: ignore[attr-defined]
+    return Renderer(replace(policy, processor=processor))
+
+
+def put_together(
+    renderer: Renderer, prompt: list[Message], turns: list[Message], tools: bool
+) -> tuple[int, ...]:
+    """The ids of a conversation of canonical replies, as a rollout appends them."""
+    ids = renderer.prompt(prompt, TOOLS if tools else ()).token_ids
+    for turn in turns:
+        if turn.role == "assistant":
+            ids += renderer.encode_reply(turn.text)[0]
+        else:
+            ids += renderer.observation(turn).token_ids
+    return ids
+
+
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("template", [None, templates.DEFAULT_SYSTEM])
+def test_appended_turns_equal_the_whole_conversation(
+    policy: Policy, renderer: Renderer, template: str | None, system: bool, tools: bool
+) -> None:
+    """Pictures in turns 1 and 2, with and without system prompt and tools (verl #6501, slime #1476)."""
+    used = with_template(policy, template) if template else renderer
+    prompt = [SYSTEM, QUESTION] if system else [QUESTION]
+    turns = [
+        Message("assistant", ("I look.",)),
+        CROP,
+        Message("assistant", ("Again: x + 3.",)),
+        Message("user", ("Try again.",)),
+        Message("assistant", ("Answer: \\boxed{12}",)),
+    ]
+    whole = used.conversation([*prompt, *turns], TOOLS if tools else ()).token_ids
+    ours = put_together(used, prompt, turns, tools)
+    assert ours + used.encode("\n") == whole
+    headers = used.decode(whole).count("<|im_start|>system")
+    assert headers == int(system or bool(template) or tools)
+
+
+@settings(max_examples=40, deadline=None)
+@given(replies=st.lists(WORDS, min_size=1, max_size=3), observation=WORDS)
+def test_any_text_appends_as_it_renders(
+    policy: Policy, replies: list[str], observation: str
+) -> None:
+    renderer = Renderer(policy)
+    said = [Message("assistant", ("A" + text,)) for text in replies]
+    turns = [said[0]] + [
+        turn for one in said[1:] for turn in (Message("tool", (observation,)), one)
+    ]
+    whole = renderer.conversation([QUESTION, *turns]).token_ids
+    ours = put_together(renderer, [QUESTION], turns, tools=False)
+    assert ours + renderer.encode("\n") == whole
+
+
+def test_observation_begins_with_the_newline_after_the_end_token(renderer: Renderer) -> None:
+    rendered = renderer.observation(Message("tool", ("ok",)))
+    text = renderer.decode(rendered.token_ids)
+    assert text == (
+        "\n<|im_start|>user\n<tool_response>ok</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_engine_ids_hold_one_pad_per_picture_and_token_ids_one_per_visual_token(
+    renderer: Renderer,
+) -> None:
+    pictures = (tiny.picture(48, 16), tiny.picture(32, 32))
+    rendered = renderer.prompt([Message("user", ("a", pictures[0], "b", pictures[1]))])
+    pad = renderer.family.image_token_id
+    assert [renderer.grid(image) for image in pictures] == [(1, 3), (2, 2)]
+    assert (rendered.engine_ids.count(pad), rendered.token_ids.count(pad)) == (2, 7)
+    assert rendered.images == pictures
+    assert [i for i in rendered.engine_ids if i != pad] == [
+        i for i in rendered.token_ids if i != pad
+    ]
+
+
+def test_grid_is_what_the_processor_makes_of_a_picture(policy: Policy, renderer: Renderer) -> None:
+    from polyturn.vision import PatchReader  # noqa: PLC0415
+
+    reader = PatchReader(policy)
+    for width, height in ((16, 16), (48, 16), (256, 256), (100, 37), (17, 300), (5, 9)):
+        image = tiny.picture(width, height, 1)
+        _, grid = reader.read(image)
+        merge = policy.family.merge_size
+        assert (int(grid[1]) // merge, int(grid[2]) // merge) == renderer.grid(image)
+
+
+def test_text_that_spells_an_image_token_is_refused(renderer: Renderer) -> None:
+    with pytest.raises(TemplateError, match="0 pictures, but 1 image pads"):
+        renderer.prompt([Message("user", ("what is <|image_pad|>?",))])
+
+
+def test_custom_system_prompt_leaves_observations_whole(policy: Policy) -> None:
+    """The default system prompt is cut off by what it is, not by its length (slime #1476)."""
+    renderer = with_template(policy, templates.DEFAULT_SYSTEM)
+    shown = renderer.decode(
+        renderer.observation(Message("user", ("Look at the corner.",))).token_ids
+    )
+    assert shown == "\n<|im_start|>user\nLook at the corner.<|im_end|>\n<|im_start|>assistant\n"
+    prompt = renderer.decode(renderer.prompt([SYSTEM, QUESTION]).token_ids)
+    assert "helpful assistant" not in prompt
+    assert "Look at the figure with care." in prompt
+
+
+def test_template_that_strips_thoughts_still_appends(policy: Policy) -> None:
+    """Rendering again would drop the first reply's thought; appending never does (verl #6854)."""
+    renderer = with_template(policy, templates.STRIPS_THINKING)
+    question, thought = Message("user", ("Find x.",)), Message("assistant", ("<think>a</think>b",))
+    ours = put_together(renderer, [question], [thought, Message("user", ("No.",)), thought], False)
+    assert renderer.decode(ours).count("<think>a</think>b") == 2
+    again = renderer.conversation([question, thought, Message("user", ("No.",)), thought])
+    assert renderer.decode(again.token_ids).count("<think>a</think>b") == 1
+
+
+def test_template_that_rewrites_the_past_is_refused(policy: Policy) -> None:
+    renderer = with_template(policy, templates.COUNTS_MESSAGES)
+    with pytest.raises(TemplateError, match="does not keep its prefix"):
+        renderer.observation(Message("user", ("No.",)))
+
+
+def test_template_without_end_token_is_refused(policy: Policy) -> None:
+    with pytest.raises(TemplateError, match=r"must end an assistant message with <\|im_end\|>"):
+        with_template(policy, templates.NO_END)
+
+
+def test_reply_spans_cover_its_text(renderer: Renderer) -> None:
+    text = "zoom northwest – x²"
+    ids, spans = renderer.encode_reply(text)
+    assert len(ids) == len(spans)
+    assert ids[-1] == renderer.family.end_of_turn_id
+    assert spans[-1] == (len(text), len(text))
+    assert spans[0][0] == 0
+    assert all(a[1] <= b[1] and b[0] <= a[1] for a, b in itertools.pairwise(spans))
+    assert renderer.decode(ids) == text
+
+
+def test_decode_keeps_special_tokens_but_the_last_end_token(renderer: Renderer) -> None:
+    end = renderer.family.end_of_turn_id
+    ids = renderer.encode("<think>a</think>")
+    assert renderer.decode((*ids, end, end)) == "<think>a</think><|im_end|>"
+    assert renderer.decode(()) == ""
+
+
+def test_ids_beyond_the_tokenizer_decode_to_nothing(policy: Policy, renderer: Renderer) -> None:
+    """The embedding is padded to a multiple of 64; a young policy samples the rows that no token has."""
+    unused = policy.model.config.text_config.vocab_size - 1
+    assert unused >= len(policy.processor.tokenizer)
+    assert renderer.decode((unused, *renderer.encode("ok"))) == "ok"
+
+
+def test_encoding_is_kept(renderer: Renderer) -> None:
+    assert renderer.encode("kept once") is renderer.encode("kept once")

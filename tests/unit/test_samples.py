@@ -1,0 +1,106 @@
+"""Samples: what a trajectory or a demonstration trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from polyturn.envs.demonstration import Demonstration, Say
+from polyturn.render import Renderer
+from polyturn.samples import from_demonstration, from_trajectory, reply_mask, with_gradient
+from polyturn.types import Group, Message, Problem, StopReason, TrainingSample, Trajectory
+from tests.unit import tiny
+
+PROBLEM = Problem("p", "train", (Message("user", ("Find x.",)),), "12")
+
+
+def trajectory(mask: list[int], sibling: int = 0) -> Trajectory:
+    return Trajectory(
+        problem=PROBLEM,
+        group_index=0,
+        sibling=sibling,
+        turns=(),
+        token_ids=np.arange(len(mask)),
+        loss_mask=np.array(mask, dtype=np.int8),
+        logprobs=-np.array(mask, dtype=np.float32),
+        images=(tiny.picture(),),
+        stop_reason=StopReason.ENV_DONE,
+        policy_version=0,
+    )
+
+
+def test_a_mask_with_a_gap_keeps_both_spans() -> None:
+    """0*5, 1*3, 0*4, 1*2: five trained tokens of a response of nine (slime #1563)."""
+    mask = [0] * 5 + [1] * 3 + [0] * 4 + [1] * 2
+    sample = from_trajectory(trajectory(mask), 0.5)
+    assert np.flatnonzero(sample.loss_mask).tolist() == [5, 6, 7, 12, 13]
+    assert trajectory(mask).num_sampled == 5
+    assert len(mask) - np.flatnonzero(sample.loss_mask)[0] == 9
+    assert sample.advantage == 0.5
+    assert sample.images == (tiny.picture(),)
+
+
+def test_arrays_of_different_length_are_refused_with_every_length() -> None:
+    """Seven logprobs for five tokens (slime #1862)."""
+    with pytest.raises(ValueError, match="token_ids 5, loss_mask 5, logprobs 7"):
+        TrainingSample(np.zeros(5, np.int64), np.zeros(5, np.int8), np.zeros(7, np.float32), ())
+
+
+def test_only_trajectories_with_a_gradient_become_samples() -> None:
+    group = Group(0, tuple(trajectory([0, 1], sibling) for sibling in range(4)))
+    empty = replace(group.trajectories[3], loss_mask=np.zeros(2, np.int8))
+    groups = [Group(0, (*group.trajectories[:3], empty)), Group(1, group.trajectories[:1])]
+    samples = with_gradient(groups, [[1.0, 0.0, None, -1.0], [-0.5]])
+    assert [sample.advantage for sample in samples] == [1.0, -0.5]
+
+
+def test_tokens_that_overlap_a_trained_span_are_trained() -> None:
+    spans = [(0, 4), (4, 10), (10, 14), (14, 14)]
+    assert reply_mask(Say("zoom northwest", ((5, 14),)), spans) == [0, 1, 1, 0]
+    assert reply_mask(Say("zoom northwest", ((0, 1), (13, 14))), spans) == [1, 0, 1, 0]
+    assert reply_mask(Say("zoom northwest"), spans) == [1, 1, 1, 1]
+    assert reply_mask(Say("zoom northwest", ()), spans) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("spans", [((3, 3),), ((5, 2),), ((0, 4), (2, 6)), ((0, 99),), ((-1, 2),)])
+def test_spans_that_are_no_parts_of_the_reply_are_refused(
+    spans: tuple[tuple[int, int], ...],
+) -> None:
+    with pytest.raises(ValueError, match="trained spans must be ordered"):
+        Say("zoom northwest", spans)
+
+
+def test_demonstration_renders_like_a_conversation_and_trains_its_replies(
+    renderer: Renderer,
+) -> None:
+    crop = Message("tool", (tiny.picture(32, 32, 9), "Not seen: none"))
+    say = "zoom northwest"
+    demonstration = Demonstration(
+        (Message("user", (tiny.picture(), "Find x.")),),
+        (Say(say, ((5, 14),)), crop, Say("12")),
+        "search",
+    )
+    sample = from_demonstration(demonstration, renderer)
+    whole = renderer.conversation(
+        [
+            *demonstration.prompt,
+            Message("assistant", (say,)),
+            crop,
+            Message("assistant", ("12",)),
+        ]
+    )
+    assert tuple(sample.token_ids.tolist()) + renderer.encode("\n") == whole.token_ids
+    assert sample.images == whole.images
+    trained = sample.token_ids[sample.loss_mask == 1].tolist()
+    assert renderer.decode(trained).strip() == "northwest12"
+    assert trained[-1] == renderer.family.end_of_turn_id
+    assert trained.count(renderer.family.end_of_turn_id) == 1
+    assert (sample.kind, float(np.abs(sample.logprobs).sum())) == ("search", 0.0)
+
+
+@pytest.mark.parametrize("turns", [(), (Say("a"), Say("b")), (Message("tool", ("a",)),)])
+def test_turns_that_do_not_alternate_are_refused(turns: tuple[Say | Message, ...]) -> None:
+    with pytest.raises(ValueError, match="must alternate Say, Message"):
+        Demonstration((Message("user", ("Find x.",)),), turns, "read")

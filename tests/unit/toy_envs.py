@@ -1,0 +1,24 @@
+"""Environments for rollouts in tests; env.build names them as tests.unit.toy_envs:NAME."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from polyturn.envs.base import Observation
+from polyturn.types import Problem
+
+
+class Talker:
+    """Answers "ok" until a reply holds "box" (a final answer); a reply that holds "bad" breaks it."""
+
+    def step(self, response_text: str) -> tuple[Observation, bool, dict[str, object]]:
+        if "bad" in response_text:
+            raise RuntimeError("the environment broke")
+        return Observation("ok"), "box" in response_text, {}
+
+
+def build_talker(problem: Problem, params: Mapping[str, object]) -> Talker:
+    """Make a Talker; problems whose id is in params["broken"] cannot be built."""
+    if problem.id in params.get("broken", ()):  # type: ignore[operator]
+        raise RuntimeError(f"no environment for {problem.id}")
+    return Talker()
