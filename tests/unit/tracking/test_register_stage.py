@@ -1,0 +1,85 @@
+"""The register stage as a whole: files in, registered.json, registry and report out."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from polyturn import layout
+from polyturn.params import Params, TrackingParams
+from polyturn.tracking import open_run
+from tasks.context import StageContext
+from tasks.register import register
+from tests.unit.fake_run import make_run
+from tests.unit.tracking.stored import stored_runs
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, template_store: Path) -> Path:
+    root = make_run(tmp_path / "checkout")
+    (root / layout.REGISTERED).unlink()
+    shutil.copy(REPOSITORY / layout.DVC_YAML, root)
+    (root / "mlflow.db").write_bytes(template_store.read_bytes())
+    return root
+
+
+def test_the_policy_is_registered_and_the_report_shows_it(checkout: Path):
+    result = subprocess.run(
+        [sys.executable, "-m", "tasks.register"],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads((checkout / layout.REGISTERED).read_text()) == {
+        "name": "polyturn-geo3k",
+        "version": 1,
+        "alias": "champion",
+        "reason": "there was no champion",
+    }
+    assert "polyturn-geo3k version 1" in (checkout / layout.REPORT).read_text()
+    client = MlflowClient(tracking_uri=f"sqlite:///{checkout}/mlflow.db")
+    version = client.get_model_version_by_alias("polyturn-geo3k", "champion")
+    scores = json.loads((checkout / layout.METRICS).read_text())["test"]["policy"]["sampled"]
+    assert float(version.tags["accuracy"]) == scores["accuracy"]
+    assert float(version.tags["pass_at_2"]) == scores["pass@2"]
+    assert {len(version.tags[key]) for key in ("params.digest", "dvc.lock.digest")} == {64}
+    (run,) = stored_runs(checkout)
+    assert run.info.status == "FINISHED"
+    assert run.inputs.dataset_inputs[0].dataset.name == "policy"
+    assert run.data.tags["registered"] == "models:/polyturn-geo3k/1"
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        (layout.METRICS, "{}", r"no test\.policy\.sampled\.accuracy; run dvc repro evaluate"),
+        (layout.METRICS, "[]", "must hold an object"),
+        (layout.METRICS, None, r"metrics\.json cannot be read"),
+        (layout.TRAIN_RUN, "{}", r"train_run\.json has no 'run_id'; run dvc repro train"),
+    ],
+)
+def test_a_missing_score_is_named_and_no_version_is_made(
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: Path,
+    content: str | None,
+    message: str,
+):
+    (checkout / path).write_text(content) if content else (checkout / path).unlink()
+    monkeypatch.chdir(checkout)
+    refused = pytest.raises(ValueError, match=message)
+    with refused, open_run(TrackingParams(), root=checkout, name="register") as run:
+        register(StageContext("register", Params(), run, checkout))
+    assert not (checkout / layout.REGISTERED).exists()
+    assert run.store.client.search_registered_models() == []
+    assert [stored.info.status for stored in stored_runs(checkout)] == ["FAILED"]
