@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import networkx as nx
+from dvc.lock import LockError
 from dvc.repo import Repo
+
+from polyturn.workspace import WorkspaceError
+
+_LOCK_WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,26 @@ class Graph:
     stale: Mapping[str, tuple[str, ...]]
 
 
-def read(root: Path) -> Graph:
-    """Read dvc.yaml and dvc.lock of the checkout `root`, and compare them with the files."""
+def read(root: Path, *, wait_s: float = _LOCK_WAIT_S) -> Graph:
+    """Read dvc.yaml and dvc.lock of the checkout `root`, and compare them with the files.
+
+    Raises:
+        WorkspaceError: another dvc has been at work in `root` for longer than `wait_s`.
+    """
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            return _read(root)
+        except LockError as error:
+            if time.monotonic() > end:
+                raise WorkspaceError(
+                    f"another dvc is at work in {root}: {' '.join(str(error).split())}; wait until it "
+                    "has ended, or run in a worktree of its own"
+                ) from None
+            time.sleep(2)
+
+
+def _read(root: Path) -> Graph:
     with Repo(str(root)) as repo:
         stages = list(reversed(list(nx.topological_sort(repo.index.graph))))
         status = cast("Mapping[str, Sequence[object]]", repo.status())

@@ -37,7 +37,7 @@ def read(root: Path) -> list[Row]:
 
 def _reward(path: Path) -> list[Row]:
     with path.open(newline="") as file:
-        rewards = [float(row["reward"]) for row in csv.DictReader(file) if row["reward"]]
+        rewards = [float(row["reward_mean"]) for row in csv.DictReader(file) if row["reward_mean"]]
     if not rewards:
         return []
     first, last = rewards[:_NUM_ENDS], rewards[-_NUM_ENDS:]

@@ -1,0 +1,140 @@
+"""dvc.yaml against code, params and layout: the one graph says what the stages really read and write."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows import graph
+from polyturn import layout
+from polyturn.metrics import curve_csv
+from polyturn.params import Params
+from scripts import sync_dvc_deps
+
+STAGES = ("fetch", "images", "model", "warmstart", "train", "evaluate", "register")
+Stage = Mapping[str, list[object]]
+
+
+@pytest.fixture(scope="module")
+def stages() -> dict[str, Stage]:
+    root = Path(__file__).resolve().parents[2]
+    return yaml.safe_load((root / "dvc.yaml").read_text())["stages"]
+
+
+def paths(stage: Stage, *kinds: str) -> set[str]:
+    """The paths of a stage's outs, metrics and plots."""
+    found: set[str] = set()
+    for kind in kinds:
+        for entry in stage.get(kind, []):
+            found.update(entry if isinstance(entry, dict) else [str(entry)])
+    return found
+
+
+def test_the_flow_runs_the_stages_in_the_order_of_dvc_yaml(
+    root: Path, stages: dict[str, Stage]
+) -> None:
+    assert tuple(stages) == STAGES
+    assert graph.read(root).order == STAGES
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_runs_its_module(stages: dict[str, Stage], name: str) -> None:
+    assert stages[name]["cmd"] == f"python -m tasks.{name}"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_code_deps_are_the_import_closure(root: Path, stages: dict[str, Stage], name: str) -> None:
+    deps = [str(dep) for dep in stages[name]["deps"]]
+    sections = [str(section) for section in stages[name]["params"]]
+    declared = [dep for dep in deps if sync_dvc_deps.is_code(dep)]
+    assert declared == sync_dvc_deps.code_deps(root, name, sections), "run `make deps`"
+
+
+def test_the_closure_follows_imports_in_functions_but_not_those_for_types(tmp_path: Path) -> None:
+    package = tmp_path / "polyturn"
+    (package / "sub").mkdir(parents=True)
+    (tmp_path / "tasks").mkdir()
+    for name in (
+        "polyturn/__init__",
+        "polyturn/sub/__init__",
+        "polyturn/types_only",
+        "tasks/__init__",
+    ):
+        (tmp_path / f"{name}.py").write_text("")
+    (package / "a.py").write_text("def f():\n    from polyturn.sub import b\n")
+    (package / "sub" / "b.py").write_text("import json\n")
+    (tmp_path / "tasks/x.py").write_text(
+        "from typing import TYPE_CHECKING\nimport polyturn.a\n"
+        "if TYPE_CHECKING:\n    from polyturn import types_only\n"
+    )
+    found = sync_dvc_deps.closure(tmp_path, ["tasks/x.py"])
+    assert found == {
+        "tasks/__init__.py", "tasks/x.py", "polyturn/__init__.py", "polyturn/a.py",
+        "polyturn/sub/__init__.py", "polyturn/sub/b.py",
+    }  # fmt: skip
+
+
+def test_every_params_section_is_in_some_stage(root: Path, stages: dict[str, Stage]) -> None:
+    used = {str(section) for stage in stages.values() for section in stage["params"]}
+    assert used == set(Params.model_fields)
+    written = yaml.safe_load((root / "params.yaml").read_text())
+    assert used <= set(written), "DVC needs every section to be in params.yaml"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_task_reads_only_params_that_its_stage_declares(
+    root: Path, stages: dict[str, Stage], name: str
+) -> None:
+    tree = ast.parse((root / "tasks" / f"{name}.py").read_text())
+    read = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in Params.model_fields
+        and ast.unparse(node.value).rpartition(".")[2] == "params"
+    }
+    assert read <= {str(section) for section in stages[name]["params"]}
+
+
+def test_outs_are_the_paths_of_layout(stages: dict[str, Stage]) -> None:
+    outs = {path for stage in stages.values() for path in paths(stage, "outs", "metrics", "plots")}
+    inputs = {"PARAMS", "DVC_YAML", "DVC_LOCK", "STATE", "REPORT"}
+    known = {
+        str(value)
+        for name, value in inspect.getmembers(layout)
+        if isinstance(value, Path) and name not in inputs
+    }
+    assert outs == known
+
+
+def test_every_data_dep_is_an_out_of_an_earlier_stage(stages: dict[str, Stage]) -> None:
+    written: set[str] = set()
+    for stage in stages.values():
+        deps = {str(dep) for dep in stage["deps"] if not sync_dvc_deps.is_code(str(dep))}
+        assert deps - {"plugins"} <= written
+        written |= paths(stage, "outs", "metrics", "plots")
+
+
+@pytest.mark.parametrize("name", ["fetch", "warmstart", "train", "evaluate"])
+def test_plugins_are_a_dep_of_the_stages_that_load_user_code(
+    stages: dict[str, Stage], name: str
+) -> None:
+    assert "plugins" in stages[name]["deps"]
+
+
+def test_files_for_git_are_not_cached(stages: dict[str, Stage]) -> None:
+    assert stages["evaluate"]["metrics"] == [{"metrics.json": {"cache": False}}]
+    assert stages["register"]["outs"] == [{"registered.json": {"cache": False}}]
+
+
+def test_the_plotted_columns_are_in_the_curve(stages: dict[str, Stage]) -> None:
+    columns = curve_csv([{"rollout/raw_reward": 0.5}]).splitlines()[0].split(",")
+    (entry,) = stages["train"]["plots"]
+    assert isinstance(entry, dict)
+    plot = entry["artifacts/train_curve.csv"]
+    assert {plot["x"], plot["y"]} <= set(columns)
