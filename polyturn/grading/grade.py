@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from polyturn.grading import clean, extract, symbolic, values
 from polyturn.grading.compare import Policy, same_value
-from polyturn.grading.numbers import NotANumberError, Number
+from polyturn.grading.numbers import NotANumberError, Number, RefusedError
 from polyturn.grading.values import Value
 
 _CHOICE = re.compile(r"^\(?([A-H])\)?(?:[.:]?\s+[A-Za-z]{2,}.*)?$", re.DOTALL)
@@ -75,7 +75,13 @@ def _compare(answer: str, expected: str, policy: Policy) -> _Outcome:
         return _Outcome(False, "the reference is empty")
     if answer.strip() == expected:
         return _Outcome(True, "same text")
-    reference, prediction = _value(expected), _value(answer)
+    reference = _value(expected)
+    try:
+        prediction = values.read(answer)
+    except RefusedError as error:
+        return _Outcome(False, str(error))
+    except NotANumberError:
+        prediction = None
     if reference is not None and prediction is not None:
         reason = same_value(prediction, reference, policy) or _as_collections(
             answer, expected, policy
@@ -90,6 +96,8 @@ def _compare(answer: str, expected: str, policy: Policy) -> _Outcome:
     if choices[0] and choices[1] and min(map(len, words)) == 1:
         is_same = choices[0].group(1) == choices[1].group(1)
         return _Outcome(is_same, f"{'same' if is_same else 'different'} choice letter")
+    if choices[1]:
+        return _Outcome(False, "no choice letter")
     return _symbolic(answer, expected, policy)
 
 

@@ -44,6 +44,10 @@ class NotANumberError(ValueError):
     """The text says no real number that can be read within the bounds; the message says why."""
 
 
+class RefusedError(NotANumberError):
+    """The text has the form of a number that is not real, or too large or too deep to be computed."""
+
+
 @dataclass(frozen=True)
 class Number:
     """A number and how it is written: `decimals` digits after the point, None when it is no plain decimal."""
@@ -62,22 +66,25 @@ def read(text: str) -> Number:
     try:
         shown = clean.without_units(clean.trim(clean.right_side(clean.plain(text))))
         return parse(shown)
-    except (NotRealError, clean.TooLongError) as error:
-        raise NotANumberError(str(error)) from None
+    except clean.TooLongError as error:
+        raise RefusedError(str(error)) from None
 
 
 def parse(shown: str) -> Number:
     """The number that text in plain form says (see clean.plain).
 
     Raises:
-        NotANumberError, NotRealError: it says none.
+        NotANumberError: it says none.
     """
     shown = _GROUPED.sub(lambda match: re.sub("[ ,]", "", match.group()), shown)
     shown = _DECIMAL_COMMA.sub(r"\1.\2", shown)
     decimal = _DECIMAL.match(shown)
     shown = _MIXED.sub(r"\1(\2+\3)", shown)
     reader = _Reader(shown)
-    value = reader.sum(0)
+    try:
+        value = reader.sum(0)
+    except NotRealError as error:
+        raise RefusedError(str(error)) from None
     if not reader.is_done:
         raise NotANumberError(f"{reader.seen!r} is not understood")
     return Number(value, len(decimal.group(1)) if decimal else None)
@@ -217,7 +224,7 @@ class _Reader:
     @staticmethod
     def _deeper(depth: int) -> int:
         if depth >= MAX_DEPTH:
-            raise NotANumberError(f"it is nested deeper than {MAX_DEPTH}")
+            raise RefusedError(f"it is nested deeper than {MAX_DEPTH}")
         return depth + 1
 
     def _named(self, name: str, depth: int) -> Real:
@@ -273,7 +280,7 @@ def _literal(token: str) -> Real:
         or len(exponent) > len(f"-{MAX_EXPONENT}")
         or abs(int(exponent or 0)) > MAX_EXPONENT
     ):
-        raise NotANumberError(f"the number {token[:20]}... is too long")
+        raise RefusedError(f"the number {token[:20]}... is too long")
     return Real(
         Fraction(digits if digits[-1] != "." else digits[:-1]) * Fraction(10) ** int(exponent or 0)
     )

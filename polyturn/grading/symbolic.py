@@ -10,7 +10,6 @@ import atexit
 import json
 import logging
 import os
-import queue
 import select
 import subprocess
 import sys
@@ -96,44 +95,46 @@ class _Worker:
 
 
 class Pool:
-    """Children that compare; as many comparisons run at once."""
+    """Children that compare; as many comparisons run at once, more wait for a free child."""
 
     def __init__(self, num_workers: int = NUM_WORKERS) -> None:
         self.pid = os.getpid()
-        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
-        for _ in range(num_workers):
-            self._idle.put(None)
+        self._idle = [_Worker() for _ in range(num_workers)]  # the last is taken first
+        self._has_idle = threading.Condition()
 
     def compare(self, prediction: str, reference: str, limit_s: float) -> Comparison:
         """Whether math-verify finds the two equal; a comparison over the limit counts as not equal."""
-        worker = self._idle.get()
-        replacement: _Worker | None = None
+        with self._has_idle:
+            self._has_idle.wait_for(lambda: self._idle)
+            worker = self._idle.pop()
+        is_usable = False
         try:
-            worker = worker or _Worker()
             answer = worker.ask(prediction, reference, limit_s)
-            if answer is not None:
-                replacement, worker = worker, None
-                return answer
-            logger.warning("a symbolic comparison took more than %s s and was stopped", limit_s)
-            return Comparison(False, f"symbolic comparison took more than {limit_s:g} s")
+            is_usable = answer is not None
         except OSError as error:
-            logger.warning("a symbolic comparison failed: %s", error)
-            return Comparison(False, f"symbolic comparison failed: {error}")
+            answer = Comparison(False, f"symbolic comparison failed: {error}")
         finally:
-            if worker is not None:
-                worker.kill()
-                replacement = _Worker()
-            self._idle.put(replacement)
+            self._give_back(worker, is_usable=is_usable)
+        answer = answer or Comparison(False, f"symbolic comparison took more than {limit_s:g} s")
+        if answer.failure:
+            logger.warning("%s", answer.failure)
+        return answer
+
+    def _give_back(self, worker: _Worker, *, is_usable: bool) -> None:
+        place = len(self._idle)
+        if not is_usable:
+            worker.kill()
+            worker, place = _Worker(), 0  # taken last, while it imports sympy
+        with self._has_idle:
+            self._idle.insert(place, worker)
+            self._has_idle.notify()
 
     def close(self) -> None:
         """End all idle children."""
-        while True:
-            try:
-                worker = self._idle.get_nowait()
-            except queue.Empty:
-                return
-            if worker is not None:
+        with self._has_idle:
+            for worker in self._idle:
                 worker.kill()
+            self._idle.clear()
 
 
 _LOCK = threading.Lock()

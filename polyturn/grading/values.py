@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from polyturn.grading import clean, numbers
-from polyturn.grading.numbers import NotANumberError, Number
+from polyturn.grading.numbers import NotANumberError, Number, RefusedError
 
 MAX_ITEMS = 100
 MAX_DEPTH = 4
@@ -34,12 +34,14 @@ def read(text: str) -> Value:
     """The number or collection that an answer says.
 
     Raises:
-        NotANumberError: it says neither.
+        NotANumberError: it says neither; RefusedError where it is one that is not computed.
     """
     try:
         return numbers.read(text)
+    except RefusedError:
+        raise
     except NotANumberError as error:
-        collection = read_collection(text)
+        collection = _parse(text)
         if collection is None:
             raise NotANumberError(str(error)) from None
         return collection
@@ -48,12 +50,23 @@ def read(text: str) -> Value:
 def read_collection(text: str) -> Collection | None:
     """The collection that an answer says; None when it says none (a number with a decimal comma may be both)."""
     try:
+        return _parse(text)
+    except RefusedError:
+        return None
+
+
+def _parse(text: str) -> Collection | None:
+    try:
         shown = clean.trim(clean.plain(text)).replace("\\{", "{").replace("\\}", "}")
         shown = _AND.sub(",", shown)
         if len(_split(shown, ",;")) == 1:
             shown = clean.right_side(shown)
         return _collection(shown, 0)
-    except (NotANumberError, clean.TooLongError):
+    except clean.TooLongError as error:
+        raise RefusedError(str(error)) from None
+    except RefusedError:
+        raise
+    except NotANumberError:
         return None
 
 
@@ -88,10 +101,7 @@ def _items(part: str, depth: int) -> list[Value]:
     nested = _collection(part, depth + 1)
     if nested is not None:
         return [nested]
-    try:
-        return [numbers.parse(clean.without_units(part))]
-    except numbers.NotRealError as error:
-        raise NotANumberError(str(error)) from None
+    return [numbers.parse(clean.without_units(part))]
 
 
 def _is_wrapped(shown: str) -> bool:
