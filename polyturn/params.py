@@ -245,7 +245,7 @@ class LearnerParams(Section):
     lr: PositiveFloat = 3e-4
     warmup_steps: NonNegativeInt = 5  # rollout batches
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    decay_steps: PositiveInt = 85  # horizon of the schedule, in rollout batches
+    decay_steps: PositiveInt = 40  # horizon of the schedule, in rollout batches
     min_lr_fraction: Fraction = 0.1
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     weight_decay: NonNegativeFloat = 0.0
@@ -277,7 +277,7 @@ class LossParams(Section):
 class TrainParams(Section):
     """The training loop."""
 
-    steps: PositiveInt = 85  # rollout batches
+    steps: PositiveInt = 40  # rollout batches
     updates_per_rollout: PositiveInt = 2
     eval_every: PositiveInt = 20  # steps between scores on the validation split
     checkpoint_every: PositiveInt = 20

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AddedToken, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

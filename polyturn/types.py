@@ -166,11 +166,11 @@ class Trajectory:
     problem: Problem
     group_index: int
     sibling: int
-    turns: tuple[Turn, ...]
-    token_ids: npt.NDArray[np.int64]
-    loss_mask: npt.NDArray[np.int8]
-    logprobs: npt.NDArray[np.float32]
-    images: tuple[ImageRecord, ...]
+    turns: tuple[Turn, ...] = field(repr=False)
+    token_ids: npt.NDArray[np.int64] = field(repr=False)
+    loss_mask: npt.NDArray[np.int8] = field(repr=False)
+    logprobs: npt.NDArray[np.float32] = field(repr=False)
+    images: tuple[ImageRecord, ...] = field(repr=False)
     stop_reason: StopReason
     policy_version: int
     error: str | None = None

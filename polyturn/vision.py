@@ -29,7 +29,7 @@ class Features:
 class PatchReader:
     """Turns picture records into patches with the policy's image processor; keeps the latest `capacity`."""
 
-    def __init__(self, policy: Policy, capacity: int = 8192) -> None:
+    def __init__(self, policy: Policy, capacity: int = 1024) -> None:
         self._processor = policy.processor.image_processor
         self._capacity = capacity
         self._kept: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
