@@ -30,7 +30,7 @@ def policy_loss(
 
         loss = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
 
-    and with dual_clip c, max(loss, -c * A) where A < 0 (arXiv:1912.09729). Old probabilities .6, .5, .25, new
+    and with dual_clip c, min(loss, -c * A) where A < 0 (arXiv:1912.09729). Old probabilities .6, .5, .25, new
     .66, .4, .35, clip 0.2/0.2 and A = 1 give ratios 1.1, .8, 1.4, of which the last is clipped to 1.2:
 
         >>> old, new = torch.tensor([0.6, 0.5, 0.25]).log(), torch.tensor([0.66, 0.4, 0.35]).log()
@@ -64,7 +64,7 @@ def token_weights(lengths: Tensor, params: LossParams) -> Tensor:
         True
     """
     lengths = lengths.double()
-    num_sequences = (lengths > 0).sum().clamp(min=1)
+    num_sequences = (lengths > 0).sum().clamp(min=1).double()
     if params.aggregation == "token_mean":
         return (1 / lengths.sum().clamp(min=1)).expand(len(lengths))
     if params.aggregation == "sequence_mean":
