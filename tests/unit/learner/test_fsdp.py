@@ -1,0 +1,313 @@
+"""The learner: one update against a reference, what it does not depend on, what stops it, what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from polyturn import vision
+from polyturn.batching import collate
+from polyturn.forward import hidden_states, token_distribution
+from polyturn.learner.base import NonFiniteError, UpdateStats
+from polyturn.learner.fsdp import STATE_FILE, FsdpLearner
+from polyturn.model import Policy
+from polyturn.params import LearnerParams, LossParams
+from polyturn.render import Renderer
+from polyturn.types import TrainingSample
+from tests.unit import tiny
+
+PICTURES = (tiny.picture(), tiny.picture(64, 32, 90))
+
+
+def learner_of(
+    policy: Policy, *, temperature: float = 1.0, loss: LossParams | None = None, **params: object
+) -> FsdpLearner:
+    """A learner of its own copy of the policy."""
+    chosen = LearnerParams.model_validate(
+        {"lr": 1e-3, "freeze_vision": False, "grad_clip": 1e9, **params}
+    )
+    own = tiny.copy_of(policy)
+    return FsdpLearner(own, Renderer(own), chosen, loss or LossParams(), temperature)
+
+
+def samples(renderer: Renderer) -> list[TrainingSample]:
+    """Replies of 3 and 61 tokens and two between, with and without pictures."""
+    return [
+        tiny.training_sample(renderer, 3, images=PICTURES[:1], advantage=1.5, seed=1),
+        tiny.training_sample(renderer, 61, images=PICTURES, advantage=-0.5, seed=2),
+        tiny.training_sample(renderer, 10, advantage=-0.5, seed=3),
+        tiny.training_sample(renderer, 7, images=PICTURES[1:], advantage=-0.5, seed=4),
+    ]
+
+
+def update(
+    learner: FsdpLearner, chosen: Sequence[TrainingSample], *, is_on_policy: bool = False
+) -> UpdateStats:
+    return learner.update(chosen, lr_scale=1.0, is_on_policy=is_on_policy)
+
+
+def weights_of(learner: FsdpLearner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner.policy.model.named_parameters()}
+
+
+def gradients(learner: FsdpLearner) -> dict[str, torch.Tensor]:
+    return {
+        name: p.grad.clone()
+        for name, p in learner.policy.model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def own_logprobs(policy: Policy, sample: TrainingSample, temperature: float = 1.0) -> list[float]:
+    """Logprobs of the trained tokens, one sample alone, from the state before each token."""
+    batch = collate([sample], [1.0], Renderer(policy))
+    encoded = vision.encode(policy, vision.PatchReader(policy), batch.images)
+    with torch.no_grad():
+        hidden = hidden_states(
+            policy, batch.token_ids, batch.position_ids, [encoded[i] for i in batch.image_rows]
+        )[0]
+        distribution = token_distribution(policy, hidden, temperature)
+    places = np.flatnonzero(sample.loss_mask)
+    return [float(distribution[place - 1, sample.token_ids[place]]) for place in places]
+
+
+def with_own_logprobs(
+    policy: Policy, sample: TrainingSample, temperature: float = 1.0
+) -> TrainingSample:
+    logprobs = np.zeros(len(sample.token_ids), np.float32)
+    logprobs[sample.loss_mask == 1] = own_logprobs(policy, sample, temperature)
+    return replace(sample, logprobs=logprobs)
+
+
+def test_gradients_equal_those_of_the_plain_objective(policy: Policy, renderer: Renderer) -> None:
+    """On-policy and token-mean: minus the mean over all trained tokens of advantage x gradient of logprob."""
+    learner = learner_of(policy)
+    chosen = samples(renderer)
+    stats = update(learner, chosen, is_on_policy=True)
+    found = gradients(learner)
+    reference = tiny.copy_of(policy)
+    total = sum(int(sample.loss_mask.sum()) for sample in chosen)
+    reader = vision.PatchReader(reference)
+    for sample in chosen:
+        batch = collate([sample], [1.0], renderer)
+        encoded = vision.encode(reference, reader, batch.images)
+        slots = [encoded[i] for i in batch.image_rows]
+        hidden = hidden_states(reference, batch.token_ids, batch.position_ids, slots)[0]
+        distribution = token_distribution(reference, hidden, 1.0)
+        for place in np.flatnonzero(sample.loss_mask):
+            target = distribution[place - 1, sample.token_ids[place]]
+            (-sample.advantage * target / total).backward(retain_graph=True)
+    for name, parameter in reference.model.named_parameters():
+        assert parameter.grad is not None, name
+        error = (found[name] - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-12)
+        assert error < 1e-4, name
+    assert stats.num_tokens == total == 81
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_micro_batches_change_neither_gradients_nor_statistics(
+    policy: Policy, renderer: Renderer, aggregation: str
+) -> None:
+    """Replies of 3 and 61 tokens in micro-batches of their own, or all in one (open-instruct #1161)."""
+    loss = LossParams.model_validate({"aggregation": aggregation})
+    one = learner_of(policy, loss=loss, micro_batch_tokens=1)
+    all_ = learner_of(policy, loss=loss, micro_batch_tokens=100_000)
+    chosen = [with_own_logprobs(policy, sample) for sample in samples(renderer)]
+    chosen = [replace(s, logprobs=s.logprobs - 0.3 * s.loss_mask) for s in chosen]
+    stats = [update(learner, chosen) for learner in (one, all_)]
+    first, second = gradients(one), gradients(all_)
+    assert first.keys() == second.keys()
+    for name, gradient in first.items():
+        error = (gradient - second[name]).norm() / gradient.norm().clamp(min=1e-12)
+        assert error < 1e-5, name
+    for name in ("loss", "grad_norm", "clip_fraction", "kl", "entropy", "logprob_gap_mean"):
+        assert getattr(stats[0], name) == pytest.approx(getattr(stats[1], name), rel=1e-4), name
+    assert stats[0].clip_fraction > 0
+
+
+def test_first_update_on_policy_has_ratio_exactly_one(policy: Policy, renderer: Renderer) -> None:
+    """With padding on one sample, and whatever the sampler said (trl #454)."""
+    stats = update(learner_of(policy), samples(renderer), is_on_policy=True)
+    assert stats.max_ratio_error == 0.0
+    assert stats.clip_fraction == 0.0
+    assert stats.logprob_gap_mean > 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_ratio_is_one_against_a_sampler_with_the_same_weights(
+    policy: Policy, renderer: Renderer, temperature: float
+) -> None:
+    """Sampled at 0.6, scored at 0.6 (trl #3029); dropout in the config stays off (trl #454)."""
+    noisy = tiny.copy_of(policy)
+    noisy.model.config.text_config.attention_dropout = 0.5
+    learner = learner_of(noisy, temperature=temperature)
+    chosen = [with_own_logprobs(policy, s, temperature) for s in samples(renderer)]
+    stats = update(learner, chosen)
+    assert stats.max_ratio_error < 1e-5
+    assert stats.logprob_gap_max < 1e-5
+    if temperature != 1.0:
+        wrong = learner_of(policy, temperature=1.0)
+        assert update(wrong, chosen).logprob_gap_mean > 0.01
+
+
+def test_logprob_of_a_token_comes_from_the_position_before_it(policy: Policy) -> None:
+    """A model that always predicts t + 1 after t scores 2, 3, 4 near 0 and nothing at the first (maxtext #2103)."""
+    counting = tiny.copy_of(policy)
+    decoder = counting.model.model.language_model
+    with torch.no_grad():
+        embeddings = torch.zeros_like(decoder.embed_tokens.weight)
+        embeddings[:8, :8] = 100 * torch.eye(8)
+        head = torch.zeros_like(embeddings)
+        head[1:8, :7] = 100 * torch.eye(7)
+        decoder.embed_tokens.weight = torch.nn.Parameter(embeddings)
+        counting.model.lm_head.weight = torch.nn.Parameter(head)
+        for layer in decoder.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    sample = TrainingSample(
+        np.array([1, 2, 3, 4]), np.ones(4, np.int8), np.zeros(4, np.float32), (), advantage=1.0
+    )
+    stats = update(learner_of(counting), [sample])
+    assert stats.num_tokens == 3
+    assert stats.logprob_gap_max < 1e-3
+
+
+def test_samples_without_trained_tokens_add_nothing(policy: Policy, renderer: Renderer) -> None:
+    """One of four fully masked (NeMo-RL #158)."""
+    chosen = samples(renderer)
+    masked = replace(chosen[3], loss_mask=np.zeros_like(chosen[3].loss_mask))
+    with_it, without = learner_of(policy), learner_of(policy)
+    first, second = update(with_it, [*chosen[:3], masked]), update(without, chosen[:3])
+    assert first.num_tokens == second.num_tokens
+    assert first.loss == pytest.approx(second.loss, rel=1e-5)
+    for name, gradient in gradients(without).items():
+        torch.testing.assert_close(gradients(with_it)[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_trained_at_all_takes_no_step(policy: Policy, renderer: Renderer) -> None:
+    """All four fully masked: loss 0, finite, no step even with weight decay (NeMo-RL #158)."""
+    learner = learner_of(policy, weight_decay=0.5)
+    before = weights_of(learner)
+    masked = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in samples(renderer)]
+    stats = update(learner, masked)
+    assert (stats.loss, stats.grad_norm, stats.num_tokens) == (0.0, 0.0, 0)
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(learner).items())
+
+
+@pytest.mark.parametrize("broken", ["advantage", "logprobs"])
+def test_non_finite_numbers_stop_before_the_step(
+    policy: Policy, renderer: Renderer, broken: str
+) -> None:
+    learner = learner_of(policy)
+    before = weights_of(learner)
+    chosen = samples(renderer)
+    value: object = (
+        float("nan") if broken == "advantage" else np.full_like(chosen[0].logprobs, -np.inf)
+    )
+    with pytest.raises(NonFiniteError, match="loss .*, gradient norm"):
+        update(learner, [replace(chosen[0], **{broken: value}), *chosen[1:]])
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(learner).items())
+    assert gradients(learner) == {}
+    assert update(learner, chosen).num_tokens == 81
+
+
+def test_gradients_are_clipped_to_their_norm(policy: Policy, renderer: Renderer) -> None:
+    learner = learner_of(policy, grad_clip=0.01)
+    stats = update(learner, samples(renderer))
+    norm = torch.stack([g.norm() for g in gradients(learner).values()]).norm()
+    assert stats.grad_norm > 0.01
+    assert float(norm) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_frozen_vision_keeps_its_weights_and_encodes_each_picture_once(
+    policy: Policy, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = learner_of(policy, freeze_vision=True, micro_batch_tokens=1)
+    before = weights_of(learner)
+    encoded: list[str] = []
+    encode = vision.encode
+
+    def counting(
+        own: Policy, reader: vision.PatchReader, images: Sequence[object]
+    ) -> list[vision.Features]:
+        encoded.extend(image.sha256 for image in images)  # type: ignore[attr-defined]
+        return encode(own, reader, images)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(vision, "encode", counting)
+    for _ in range(2):
+        update(learner, samples(renderer))
+    assert sorted(encoded) == sorted(image.sha256 for image in PICTURES)
+    changed = {
+        name for name, value in weights_of(learner).items() if not torch.equal(value, before[name])
+    }
+    assert changed
+    assert not any(name.startswith("model.visual") for name in changed)
+
+
+def test_trained_vision_gets_gradients(policy: Policy, renderer: Renderer) -> None:
+    learner = learner_of(policy)
+    update(learner, samples(renderer))
+    assert all(
+        gradient.abs().sum() > 0
+        for name, gradient in gradients(learner).items()
+        if name.startswith("model.visual") and "norm" not in name and "bias" not in name
+    )
+
+
+@pytest.mark.parametrize("name", ["policy", "policy_2_5"])
+def test_exported_names_are_those_of_the_state_dict(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    """The tied head among them, with the embedding's values (prime-rl #2823)."""
+    learner = learner_of(request.getfixturevalue(name))
+    exported = dict(learner.export_weights())
+    state = learner.policy.model.state_dict()
+    assert exported.keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in exported.items())
+    head, embedding = (
+        exported["lm_head.weight"],
+        exported["model.language_model.embed_tokens.weight"],
+    )
+    assert head.data_ptr() == embedding.data_ptr()
+
+
+def test_untied_head_is_exported_by_itself() -> None:
+    """A head that is not the embedding stays its own tensor (sglang #18024)."""
+    untied = tiny.qwen3(tiny.SMALL.model_copy(update={"tie_embeddings": False}))
+    exported = dict(learner_of(untied).export_weights())
+    head, embedding = (
+        exported["lm_head.weight"],
+        exported["model.language_model.embed_tokens.weight"],
+    )
+    assert not torch.equal(head, embedding)
+
+
+def test_saved_state_holds_moments_and_continues_as_if_never_stopped(
+    policy: Policy, renderer: Renderer, tmp_path: Path
+) -> None:
+    """Three steps, save, a fourth; the fourth again from the file (CodefyUI #147)."""
+    steady = learner_of(policy)
+    chosen = samples(renderer)
+    for _ in range(3):
+        update(steady, chosen)
+    steady.save(tmp_path)
+    state = torch.load(tmp_path / STATE_FILE, weights_only=True)["optimizer"]["state"]
+    assert len(state) == len(list(steady.policy.model.parameters()))
+    assert all(entry["step"] == 3 and entry["exp_avg_sq"].any() for entry in state.values())
+    update(steady, chosen)
+    resumed = learner_of(policy)
+    resumed.load(tmp_path)
+    update(resumed, chosen)
+    assert all(
+        torch.equal(value, weights_of(resumed)[name]) for name, value in weights_of(steady).items()
+    )
+
+
+def test_more_than_one_process_is_refused(policy: Policy) -> None:
+    with pytest.raises(ValueError, match="learner.num_processes is 2; this version trains in one"):
+        learner_of(policy, num_processes=2)
