@@ -37,7 +37,7 @@ class FileState:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The params sections and the dep files of one stage."""
+    """The params (sections, or single keys by dotted name) and the dep files of one stage."""
 
     sections: Mapping[str, object]
     files: Mapping[str, FileState]
@@ -55,7 +55,7 @@ def read(stage: str, *, known: Inputs | None = None) -> Inputs:
     if stage not in declared:
         raise ValueError(f"dvc.yaml has no stage {stage!r}, only {', '.join(declared)}")
     tree = params.read_tree(layout.PARAMS)
-    sections = {name: tree.get(name) for name in declared[stage].get("params", ())}
+    sections = {name: _value(tree, name) for name in declared[stage].get("params", ())}
     before = known.files if known else {}
     files = {
         str(path): _state(path, before.get(str(path)))
@@ -81,6 +81,12 @@ def check_unchanged(before: Inputs, after: Inputs) -> None:
             f"{', '.join(changed)}{more} changed while the stage ran, so its outputs would be recorded "
             "under inputs that they do not come from; run it again"
         )
+
+
+def _value(tree: object, dotted: str) -> object:
+    for part in dotted.split("."):
+        tree = cast("Mapping[str, object]", tree).get(part) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def _same(before: FileState | None, after: FileState | None) -> bool:
