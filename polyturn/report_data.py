@@ -17,7 +17,7 @@ from polyturn.tracking import environment, lineage
 from polyturn.tracking.environment import Environment
 from polyturn.trajectories import TrajectoryEntry, TrajectoryFileError
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 STAGES = ("fetch", "images", "model", "warmstart", "train", "evaluate", "register")
 POLICIES = ("warmstart", "policy")
@@ -117,7 +117,7 @@ def _read_json(path: Path) -> Mapping[str, object]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        LOGGER.warning("%s is left out of the report: %s", path, error)
+        logger.warning("%s is left out of the report: %s", path, error)
         return {}
     return cast("Mapping[str, object]", content) if isinstance(content, dict) else {}
 
@@ -128,7 +128,7 @@ def _read_lines(path: Path) -> list[Mapping[str, object]]:
     try:
         return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        LOGGER.warning("%s is left out of the report: %s", path, error)
+        logger.warning("%s is left out of the report: %s", path, error)
         return []
 
 
@@ -136,7 +136,7 @@ def _read_params(path: Path) -> Params | None:
     try:
         return params.load(path)
     except ParamsError as error:
-        LOGGER.warning("the report shows no params: %s", error)
+        logger.warning("the report shows no params: %s", error)
         return None
 
 
@@ -182,7 +182,7 @@ def _read_records(path: Path) -> list[TrajectoryEntry]:
     try:
         return trajectories.read_records(path)
     except TrajectoryFileError as error:
-        LOGGER.warning("left out of the report: %s", error)
+        logger.warning("left out of the report: %s", error)
         return []
 
 
@@ -220,5 +220,5 @@ def _read_digests(path: Path) -> Mapping[str, str]:
     try:
         return lineage.lock_digests(path)
     except ValueError as error:
-        LOGGER.warning("the report shows no data digests: %s", error)
+        logger.warning("the report shows no data digests: %s", error)
         return {}

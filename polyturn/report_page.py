@@ -145,6 +145,8 @@ def choose(run: RunData) -> list[tuple[TrajectoryEntry, str]]:
     if turned:
         best = min(turned, key=_distance)
         chosen += [(first[best["problem_id"]], NAMES["warmstart"]), (best, NAMES["policy"])]
+    else:
+        take(before, "wrong", NAMES["warmstart"])
     take(after, "correct", NAMES["policy"])
     take(after, "wrong", NAMES["policy"])
     take(before, "correct", NAMES["warmstart"])
@@ -214,7 +216,9 @@ def _tiles(run: RunData) -> list[Fact]:
         ends = [sum(part) / tail for part in (reward[:tail], reward[-tail:])]
         tiles.append(
             Fact(
-                "Training reward", f"{ends[0]:.2f} → {ends[1]:.2f}", f"first and last {tail} steps"
+                "Training reward",
+                f"{ends[0]:.2f} → {ends[1]:.2f}",
+                f"first and last {tail} steps" if tail > 1 else "first and last step",
             )
         )
         shape = run.params.rollout if run.params else None

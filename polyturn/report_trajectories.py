@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from polyturn.trajectories import TrajectoryEntry, TurnEntry
 from polyturn.types import Json
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TEMPLATES = Environment(
     loader=PackageLoader("polyturn"), autoescape=True, undefined=StrictUndefined, trim_blocks=True

@@ -10,11 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from polyturn import layout
+from polyturn import layout, tracking
 from polyturn.params import Params
 from polyturn.report import write_report
+from polyturn.report_data import picture_directories, read_run
+from polyturn.report_page import choose
+from polyturn.report_trajectories import Pictures
 from polyturn.statistics import Interval
-from polyturn.tracking import environment, lineage, registry
+from polyturn.tracking import environment, lineage, registry, traces
 from tasks.context import StageContext, run_stage, write_json
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ def register(context: StageContext) -> None:
     registration = registry.register(context.run, candidate, params.registry)
     context.run.set_tags({"registered": f"models:/{registration.name}/{registration.version}"})
     context.run.log_artifact(layout.METRICS)
+    _log_traces(context)
     write_json(layout.REGISTERED, asdict(registration))
 
 
@@ -96,6 +100,16 @@ def _log_inputs(context: StageContext) -> None:
             context.run.log_dataset(path.name, path, digest)
     if layout.DVC_LOCK.exists():
         context.run.log_artifact(layout.DVC_LOCK)
+
+
+def _log_traces(context: StageContext) -> None:
+    """The report's trajectories as MLflow traces: a view beside the files, so a failure is only a warning."""
+    root = Path.cwd()
+    pictures = Pictures(picture_directories(root))
+    try:
+        traces.log_trajectories(context.run, choose(read_run(root)), pictures.data_uri)
+    except tracking.TrackingError as error:
+        logger.warning("no traces were logged: %s", error)
 
 
 def _read(path: Path) -> Mapping[str, object]:

@@ -10,7 +10,7 @@ from mlflow.entities import RunTag
 from polyturn import processes
 from polyturn.tracking.store import Store
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _HOST_TAG = "polyturn.host"
 _PROCESS_TAG = "polyturn.process"
@@ -34,6 +34,6 @@ def close_orphans(store: Store) -> list[str]:
             run_id = str(run.info.run_id)
             store.client.log_batch(run_id, tags=[RunTag("ended_by", "process found dead")])
             store.client.set_terminated(run_id, "KILLED")
-            LOGGER.warning("run %s was left open by a dead process: marked KILLED", run_id)
+            logger.warning("run %s was left open by a dead process: marked KILLED", run_id)
             dead.append(run_id)
     return dead

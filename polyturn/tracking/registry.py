@@ -26,7 +26,7 @@ from polyturn.tracking.store import Store, TrackingError, store_lock
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CHAMPION = "champion"
 CHALLENGER = "challenger"
@@ -99,7 +99,7 @@ def register(run: Run, candidate: Candidate, params: RegistryParams) -> Registra
             f"registry.name {params.name!r}: the registry at {run.store.addresses.uri!r} refused or "
             f"stopped answering ({str(error).splitlines()[0][:300]}); see tracking.uri"
         ) from None
-    LOGGER.info("%s is %s: %s", uri, alias, reason)
+    logger.info("%s is %s: %s", uri, alias, reason)
     return Registration(params.name, version, alias, reason)
 
 
@@ -160,7 +160,7 @@ def _known_run(run: Run, run_id: str | None) -> str:
         try:
             return str(run.store.client.get_run(run_id).info.run_id)
         except MlflowException:
-            LOGGER.warning("training run %s is not in this MLflow store", run_id)
+            logger.warning("training run %s is not in this MLflow store", run_id)
     return run.run_id
 
 
@@ -193,7 +193,7 @@ def _downloaded_digest(store: Store, uri: str) -> str | None:
         try:
             path = download_artifacts(uri, dst_path=directory)
         except (MlflowException, OSError) as error:
-            LOGGER.error("%s does not download: %s", uri, error)
+            logger.error("%s does not download: %s", uri, error)
             return None
         return directory_digest(Path(path))
 

@@ -26,7 +26,7 @@ from polyturn.tracking.environment import Environment, capture
 from polyturn.tracking.orphans import close_orphans, owner_tags
 from polyturn.tracking.store import Store, TrackingError, connect
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PARAMS_PER_CALL = 100  # MLflow's limit of a batch
 _MAX_PARAM = 6000  # characters of a param's value
@@ -194,7 +194,7 @@ def _end_after(run: Run, error: BaseException) -> None:
             run.set_tags({"error.class": type(error).__name__, "error.message": str(error)})
         run.end(status)
     except TrackingError as closing:
-        LOGGER.warning("run %s could not be closed as %s: %s", run.run_id, status, closing)
+        logger.warning("run %s could not be closed as %s: %s", run.run_id, status, closing)
 
 
 def _start_tags(

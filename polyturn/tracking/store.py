@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from polyturn.params import TrackingParams
 from polyturn.tracking import relocate, s3
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 URI_VARIABLE = "POLYTURN_TRACKING_URI"
 ARTIFACTS_VARIABLE = "POLYTURN_ARTIFACT_LOCATION"
@@ -138,10 +138,10 @@ def _follow_a_move(addresses: Addresses, stored: str) -> None:
         return
     old, new = local_path(stored), local_path(addresses.artifacts or "")
     if old and new and new.is_dir() and not old.exists():
-        LOGGER.warning("artifacts moved from %s to %s: updating %s", old, new, addresses.database)
+        logger.warning("artifacts moved from %s to %s: updating %s", old, new, addresses.database)
         relocate.relocate(addresses.database, stored, new.as_uri())
     else:
-        LOGGER.warning(
+        logger.warning(
             "tracking.artifact_location %s is ignored: the experiment stores at %s; "
             "name another tracking.experiment to change it",
             addresses.artifacts,

@@ -56,6 +56,10 @@ def test_the_policy_is_registered_and_the_report_shows_it(checkout: Path):
     (run,) = stored_runs(checkout)
     assert run.info.status == "FINISHED"
     assert run.inputs.dataset_inputs[0].dataset.name == "policy"
+    experiment = [run.info.experiment_id]
+    traced = client.search_traces(locations=experiment)
+    assert {trace.info.trace_metadata["mlflow.sourceRun"] for trace in traced} == {run.info.run_id}
+    assert {trace.info.tags["policy"] for trace in traced} == {"warm start", "after training"}
     assert run.data.tags["registered"] == "models:/polyturn-geo3k/1"
 
 
