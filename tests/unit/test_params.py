@@ -1,0 +1,93 @@
+"""params.yaml: every mistake is one line with key, value and what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyturn import params
+from polyturn.params import Params, ParamsError
+
+leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
+trees = st.recursive(
+    leaves, lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=8
+)
+mappings = st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
+
+
+def test_params_yaml_of_the_checkout_is_valid(root: Path) -> None:
+    assert params.load(root / "params.yaml").seed >= 0
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"train": {"stepz": 3}}, "train.stepz is not a key of polyturn; known here: checkpoint_every"),
+        ({"trian": {}}, "trian is not a key of polyturn; known here: data, doctor"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size: Input should be greater than or equal to 2, got 1"),
+        ({"learner": {"lr": "fast"}}, 'learner.lr: Input should be a valid number, unable to parse string as a number, got "fast"'),
+        ({"learner": {"lr": float("inf")}}, "learner.lr: "),
+        ({"env": {"build": "zoom"}}, 'env.build: String should match pattern'),
+        ({"sampler": {"backend": "vllm"}}, "sampler.backend: Input should be 'hf' or 'sglang', got \"vllm\""),
+        ({"loss": {"aggregation": "constant"}}, "constant_divisor is needed with aggregation: constant"),
+        ({"data": {"synthetic": {"min_value": 7}}}, "max_value 6 is below min_value 7"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named(tree: dict[str, object], message: str) -> None:
+    with pytest.raises(ParamsError) as caught:
+        params.parse(tree, origin="params.yaml")
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("params.yaml: ")
+    assert message in line
+
+
+def test_several_mistakes_are_told_at_once_a_line_each() -> None:
+    with pytest.raises(ParamsError) as caught:
+        params.parse({"seed": -1, "train": {"steps": 0}, "x": 1})
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("seed: [", "is not valid YAML"), ("- 1", "must hold a mapping of sections, got list")],
+)
+def test_a_file_that_holds_no_params_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    with pytest.raises(ParamsError, match=message):
+        params.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ParamsError, match="does not exist"):
+        params.load(tmp_path / "params.yaml")
+
+
+def test_params_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Params().seed = 1  # type: ignore[misc]
+
+
+@given(mappings, mappings)
+def test_merging_keeps_every_value_of_the_overlay(base: params.Tree, overlay: params.Tree) -> None:
+    merged = params.merge(base, overlay)
+    assert params.merge(merged, overlay) == merged
+    assert set(merged) == set(base) | set(overlay)
+
+
+@given(mappings)
+def test_merging_with_nothing_changes_nothing(tree: params.Tree) -> None:
+    assert params.merge(tree, {}) == tree
+    assert params.merge({}, tree) == tree
+
+
+def test_a_dotted_override_reaches_its_key_alone() -> None:
+    tree = {"train": {"steps": 5, "eval_every": 2}, "seed": 0}
+    assert params.override(tree, {"train.steps": 7, "seed": 1}) == {
+        "train": {"steps": 7, "eval_every": 2},
+        "seed": 1,
+    }
+    assert tree["train"] == {"steps": 5, "eval_every": 2}

@@ -1,0 +1,130 @@
+"""Workspaces: params from recipe and overrides, and worktrees that share the cache but no edits."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from polyturn import params, workspace
+from polyturn.params import ParamsError
+from polyturn.workspace import WorkspaceError
+from tests.toy_project import ToyProject
+
+Toy = Callable[..., ToyProject]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, root: Path) -> Path:
+    """A directory with params.yaml and one recipe."""
+    (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "short.yaml").write_text("train: {steps: 3}\nseed: 5\n")
+    return tmp_path
+
+
+def test_overrides_go_over_the_recipe_and_the_recipe_over_params_yaml(checkout: Path) -> None:
+    plan = workspace.compose(checkout, recipe="short", overrides={"train.steps": 4})
+    assert (plan.params.train.steps, plan.params.seed) == (4, 5)
+    assert plan.changes == {"train": {"steps": 4}, "seed": 5}
+    assert plan.params.loss == params.load(checkout / "params.yaml").loss
+
+
+def test_an_unknown_recipe_is_named_with_those_that_there_are(checkout: Path) -> None:
+    with pytest.raises(ParamsError, match=r"recipe 'shrot' is not in recipes/; known: short"):
+        workspace.compose(checkout, recipe="shrot", overrides={})
+
+
+def test_a_wrong_override_is_named_and_nothing_is_written(checkout: Path) -> None:
+    before = (checkout / "params.yaml").read_text()
+    with pytest.raises(
+        ParamsError, match=r"params.yaml \+ short \+ overrides: train.lr is not a key"
+    ):
+        workspace.compose(checkout, recipe="short", overrides={"train.lr": 1e-5})
+    assert (checkout / "params.yaml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3", 3), ("1e-5", 1e-5), ("1.5e-3", 1.5e-3), ("true", True), ("null", None),
+     ("[1, 2]", [1, 2]), ("word", "word"), ("{a: 1}", {"a": 1}), ("", None)],
+)  # fmt: skip
+def test_override_values_are_what_they_look_like(text: str, value: object) -> None:
+    assert workspace.parse_pairs([f"a.b={text}"]) == {"a.b": value}
+
+
+@pytest.mark.parametrize("pair", ["train.steps", "=3", "train.steps=[1"])
+def test_an_override_that_cannot_be_read_is_named(pair: str) -> None:
+    with pytest.raises(ParamsError, match="override"):
+        workspace.parse_pairs([pair])
+
+
+def test_writing_params_keeps_comments_and_other_keys(checkout: Path) -> None:
+    before = (checkout / "params.yaml").read_text()
+    changes = {"train": {"steps": 3}, "learner": {"lr": 1e-6}, "model": {"path": None}}
+    workspace.write_params(checkout, changes)
+    after = (checkout / "params.yaml").read_text()
+    comments = [line.partition("#")[2] for line in before.splitlines() if "#" in line]
+    assert all(comment in after for comment in comments)
+    assert params.load(checkout / "params.yaml") == params.parse(
+        params.merge(yaml.safe_load(before), changes)
+    )
+
+
+@pytest.mark.parametrize("value", [1e-6, 1e-5, 0.1, 1.0, 2.5e-10, 1e22, 3e-4])
+def test_floats_are_written_so_that_every_yaml_reader_sees_a_number(
+    checkout: Path, value: float
+) -> None:
+    workspace.write_params(checkout, {"learner": {"lr": value}})
+    read = yaml.safe_load((checkout / "params.yaml").read_text())["learner"]["lr"]
+    assert isinstance(read, float)
+    assert read == value
+
+
+def test_writing_the_same_again_changes_no_byte(checkout: Path) -> None:
+    workspace.write_params(checkout, {"train": {"steps": 3}})
+    first = (checkout / "params.yaml").read_bytes()
+    workspace.write_params(checkout, {"train": {"steps": 3}})
+    assert (checkout / "params.yaml").read_bytes() == first
+
+
+def test_a_worktree_has_its_own_params_and_the_shared_cache(toy: Toy) -> None:
+    project = toy(one="pass")
+    assert project.run("dvc", "repro").returncode == 0
+    path = workspace.create(project.path, "mine", {"seed": 3})
+    assert params.load(path / "params.yaml").seed == 3
+    assert params.load(project.path / "params.yaml").seed == 0
+    config = subprocess.check_output(["dvc", "cache", "dir"], cwd=path, text=True)
+    assert Path(config.strip()).resolve() == (project.path / ".dvc/cache").resolve()
+    workspace.remove(project.path, path)
+    assert not path.exists()
+
+
+def test_the_pipelines_own_outputs_are_no_uncommitted_edits(toy: Toy) -> None:
+    project = toy(one="pass")
+    for name in ("dvc.lock", "metrics.json", "registered.json"):
+        (project.path / name).write_text("{}")
+    assert workspace.uncommitted(project.path) == []
+
+
+@pytest.mark.parametrize("name", ["params.yaml", "plugins.py", "tasks/one.py"])
+def test_a_worktree_beside_uncommitted_edits_is_refused(toy: Toy, name: str) -> None:
+    project = toy(one="pass")
+    with (project.path / name).open("a") as file:
+        file.write("\n")
+    with pytest.raises(WorkspaceError, match=f"{name} is not committed"):
+        workspace.create(project.path, "mine", {})
+    assert not (project.path / ".polyturn/worktrees").exists()
+
+
+def test_a_relative_dataset_is_found_from_the_worktree(toy: Toy) -> None:
+    project = toy(one="pass")
+    path = workspace.create(
+        project.path, "mine", {"data": {"path": "data.txt"}, "model": {"path": "Qwen/absent"}}
+    )
+    written = params.load(path / "params.yaml")
+    assert written.data.path == str(project.path / "data.txt")
+    assert written.model.path == "Qwen/absent"
