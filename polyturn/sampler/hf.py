@@ -41,7 +41,7 @@ class _Live:
     row_of: dict[str, int]
     cached: dict[str, tuple[int, ...]]  # engine ids in the cache, by session
     num_cached: dict[str, int]  # expanded tokens in the cache, by session
-    num_images: dict[str, int]
+    images: dict[str, tuple[ImageRecord, ...]]  # whose features are in the cache, by session
 
 
 @dataclass
@@ -68,14 +68,15 @@ class HfSampler:
         self._version = 0
         self.counts = SamplerCounts()
 
-    @torch.no_grad()
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Reply]:
         """Sample one reply per request, in order; all rows are computed together.
 
         Continues from the cache when every request extends a session of the call before, else starts anew.
         """
-        if not requests:
-            return []
+        return self._generate(requests) if requests else []
+
+    @torch.no_grad()  # on a plain function: around a coroutine it would end before the body runs
+    def _generate(self, requests: Sequence[SampleRequest]) -> list[Reply]:
         prompts = [self._prompt(request) for request in requests]
         if not self._extends(requests):
             hidden = self._prefill(requests, prompts)
@@ -129,8 +130,13 @@ class HfSampler:
         if live is None or len({request.session for request in requests}) != len(requests):
             return False
         for request in requests:
-            cached = live.cached.get(request.session)
-            if cached is None or request.engine_ids[: len(cached)] != cached:
+            cached, images = live.cached.get(request.session), live.images.get(request.session, ())
+            if cached is None or len(request.engine_ids) <= len(cached):
+                return False
+            if (
+                request.engine_ids[: len(cached)] != cached
+                or request.images[: len(images)] != images
+            ):
                 return False
         return True
 
@@ -157,7 +163,7 @@ class HfSampler:
         live.cache.select(torch.tensor([live.row_of[request.session] for request in requests]))
         return self._feed(
             [
-                (prompt, live.num_cached[request.session], live.num_images[request.session])
+                (prompt, live.num_cached[request.session], len(live.images[request.session]))
                 for request, prompt in zip(requests, prompts, strict=True)
             ]
         )
@@ -281,8 +287,8 @@ class HfSampler:
         live = self._live
         assert live is not None
         live.row_of = {request.session: row for row, request in enumerate(requests)}
-        live.cached, live.num_cached, live.num_images = {}, {}, {}
+        live.cached, live.num_cached, live.images = {}, {}, {}
         for request, prompt, reply in zip(requests, prompts, replies, strict=True):
             live.cached[request.session] = request.engine_ids + reply.token_ids[:-1]
             live.num_cached[request.session] = len(prompt.token_ids) + len(reply.token_ids) - 1
-            live.num_images[request.session] = len(prompt.images)
+            live.images[request.session] = prompt.images
