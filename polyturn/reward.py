@@ -92,13 +92,17 @@ def is_gradable(answer: str) -> bool:
 def correctness(trajectory: Trajectory, problem: Problem, *, params: RewardParams) -> float:
     """1 when the last reply's answer is the problem's, else 0; earlier replies and observations are not read.
 
+    An environment whose tools submit answers says so by `final_answer` (text) in the info of its last step.
+
     Raises:
         GraderError: the grader failed.
     """
     if not trajectory.turns:
         return 0.0
+    last = trajectory.turns[-1]
+    submitted = last.info.get("final_answer")
     verdict = grade(
-        trajectory.turns[-1].reply_text,
+        f"\\boxed{{{submitted}}}" if isinstance(submitted, str) else last.reply_text,
         problem.answer,
         tolerance=params.tolerance,
         rounding=params.rounding,

@@ -1,8 +1,8 @@
 r"""Geometry3K with a scoring tool: the policy may have an answer checked before it boxes it (slime's task).
 
 Both tool names of slime are accepted. With `oracle: false` in env.params (or evaluate.env_params) the feedback says
-only whether the answer can be read, so that an evaluation leaks nothing. The loop owns the turn limit; the env only
-says when one reply is left.
+only whether the answer can be read, so that an evaluation leaks nothing. `rounding` and `tolerance` are to be set as in
+the reward section. The loop owns the turn limit; the env only says when one reply is left.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from polyturn.envs.base import Observation, ToolSchema
 from polyturn.envs.demonstration import Demonstration, Say
 from polyturn.envs.tools import ToolCall, ToolCallError, parse_tool_calls
+from polyturn.grading.compare import Rounding
 from polyturn.reward import grade, is_gradable
 from polyturn.types import Json, Problem
 
@@ -51,9 +52,19 @@ class Geo3kEnv:
 
     tools: tuple[ToolSchema, ...] = (_schema(TOOL_NAMES[0]),)
 
-    def __init__(self, answer: str, *, oracle: bool, max_turns: int) -> None:
+    def __init__(
+        self,
+        answer: str,
+        *,
+        oracle: bool = True,
+        max_turns: int = 1,
+        rounding: Rounding = "reference",
+        tolerance: float = 0.0,
+    ) -> None:
         self._answer = answer
         self._oracle = oracle
+        self._rounding: Rounding = rounding
+        self._tolerance = tolerance
         self._max_turns = max_turns
         self._num_turns = 0
 
@@ -86,7 +97,7 @@ class Geo3kEnv:
             return _UNREADABLE.format(answer=shown), 0.0 if self._oracle else None
         if not self._oracle:
             return _READABLE.format(answer=shown), None
-        verdict = grade(answer, self._answer)
+        verdict = grade(answer, self._answer, rounding=self._rounding, tolerance=self._tolerance)
         return (_RIGHT if verdict.match else _WRONG).format(answer=shown), float(verdict.match)
 
 
@@ -104,18 +115,30 @@ def _answer_of(call: ToolCall | ToolCallError) -> str | ToolCallError:
 
 
 def build_env(problem: Problem, params: Mapping[str, object], max_turns: int) -> Geo3kEnv:
-    """Make the env of a problem; `params` holds `oracle` (default true: the feedback tells right from wrong).
+    """Make the env of a problem.
+
+    `params` may hold `oracle` (default true: the feedback tells right from wrong), `rounding` and `tolerance`
+    (defaults as in reward).
 
     Raises:
-        ValueError: another key, or a value that is no bool.
+        ValueError: another key, or a value of another type; the message names the key.
     """
-    unknown = sorted(set(params) - {"oracle"})
+    unknown = sorted(set(params) - {"oracle", "rounding", "tolerance"})
     if unknown:
-        raise ValueError(f"env.params: {unknown} are unknown to geo3k; it takes oracle")
-    oracle = params.get("oracle", True)
+        raise ValueError(
+            f"env.params: {unknown} are unknown to geo3k; it takes oracle, rounding, tolerance"
+        )
+    oracle, rounding = params.get("oracle", True), params.get("rounding", "reference")
+    tolerance = params.get("tolerance", 0.0)
     if not isinstance(oracle, bool):
         raise ValueError(f"env.params.oracle must be true or false, got {oracle!r}")
-    return Geo3kEnv(problem.answer, oracle=oracle, max_turns=max_turns)
+    if rounding not in ("reference", "strict"):
+        raise ValueError(f"env.params.rounding must be 'reference' or 'strict', got {rounding!r}")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or tolerance < 0:
+        raise ValueError(f"env.params.tolerance must be a number of at least 0, got {tolerance!r}")
+    return Geo3kEnv(
+        problem.answer, oracle=oracle, max_turns=max_turns, rounding=rounding, tolerance=tolerance
+    )
 
 
 def demonstrations(kind: str, problem: Problem, rng: random.Random) -> Demonstration:

@@ -89,6 +89,7 @@ _TRAILING_WORDS = re.compile(rf"(?<=[\d}})°])(?:\s+(?!{_FUNCTIONS}\b)[A-Za-z]{{
 _LEADING_WORDS = re.compile(
     rf"^(?:(?!{_FUNCTIONS}\b|[a-z]*frac\b)[A-Za-z]{{2,}}[\s:]+)+(?=[-\d\\(.])"
 )
+_CHOICE = re.compile(r"^(?:\([A-H]\)[.:]?|[A-H][.:)])\s+(?=[-\d\\(.])")
 _EQUALS = re.compile(r"(?<![<>!:])=+|\\(?:equiv|in)(?![A-Za-z])")
 _APPROX = re.compile(r"\\(?:approx|simeq|doteq|sim)(?![A-Za-z])")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])(?![ei](?![A-Za-z]))[A-Za-z]")
@@ -133,7 +134,8 @@ def right_side(text: str) -> str:
     r"""What `x = 5`, `m\angle A = 30` and `x = 3\sqrt{2} \approx 4.24` say that the value is; no equation is solved."""
     exact, *rounded = _APPROX.split(text)
     if rounded and not _EQUALS.search(exact):
-        return (rounded[0] if _VARIABLE.search(exact) else exact).strip()
+        is_value = exact.strip() and not _VARIABLE.search(exact)
+        return (exact if is_value else rounded[0]).strip()
     *left, right = _EQUALS.split(exact)
     if left and all(_LEFT_SIDE.match(side) or not _VARIABLE.search(side) for side in left):
         return right.strip()
@@ -141,8 +143,8 @@ def right_side(text: str) -> str:
 
 
 def without_units(text: str) -> str:
-    """The text without a trailing unit, trailing words (`12 apples`) and leading words (`about 5`)."""
-    shown = text
+    """The text without a unit and words around the value: `12 cm`, `12 apples`, `about 5`, `(C) 5`."""
+    shown = _CHOICE.sub("", text)
     for _ in range(3):
         shorter = trim(_TRAILING_UNIT.sub("", shown))
         if shorter == shown or not shorter:

@@ -96,6 +96,8 @@ def boxes_in(text: str) -> tuple[list[Box], bool]:
 
     One pass, however many braces; `\boxed 5` without braces counts, empty boxes do not.
     """
+    if "boxed" not in text and "fbox" not in text:
+        return [], False
     found: list[Box] = []
     open_braces: list[
         tuple[int, int] | None

@@ -89,6 +89,11 @@ def _compare(answer: str, expected: str, policy: Policy) -> _Outcome:
         return _Outcome(reason is not None, reason or "different values")
     if isinstance(reference, Number):
         return _Outcome(False, "the prediction is no number")
+    return _compare_words(answer, expected) or _symbolic(answer, expected, policy)
+
+
+def _compare_words(answer: str, expected: str) -> _Outcome | None:
+    """Equal text, or choice letters; None where a formula must decide."""
     words = _words(answer), _words(expected)
     if words[0] and words[0] == words[1]:
         return _Outcome(True, "same text")
@@ -96,9 +101,7 @@ def _compare(answer: str, expected: str, policy: Policy) -> _Outcome:
     if choices[0] and choices[1] and min(map(len, words)) == 1:
         is_same = choices[0].group(1) == choices[1].group(1)
         return _Outcome(is_same, f"{'same' if is_same else 'different'} choice letter")
-    if choices[1]:
-        return _Outcome(False, "no choice letter")
-    return _symbolic(answer, expected, policy)
+    return _Outcome(False, "no choice letter") if choices[1] else None
 
 
 def _symbolic(answer: str, expected: str, policy: Policy) -> _Outcome:

@@ -123,10 +123,9 @@ class _Reader:
         return self._tokens[self._position] if not self.is_done else ""
 
     def _skip(self, *options: str) -> bool:
-        if self.seen in options and not self.is_done:
-            self._position += 1
-            return True
-        return False
+        is_next = self.seen in options
+        self._position += is_next
+        return is_next
 
     def sum(self, depth: int) -> Real:
         """Terms joined by + and -."""
@@ -239,14 +238,16 @@ class _Reader:
             upper = self._atom(depth)
             return reals.binomial(upper, self._atom(depth))
         if name in ("sqrt", "cbrt"):
-            degree = 2 if name == "sqrt" else 3
-            if self._skip("["):
-                degree = _natural(self.sum(depth))
-                self._expect("]")
-            return reals.root_of(self._atom(depth), degree)
+            return self._root(2 if name == "sqrt" else 3, depth)
         if name in _FUNCTIONS:
             return self._function(name, depth)
         raise NotANumberError(f"{name!r} is not understood")
+
+    def _root(self, degree: int, depth: int) -> Real:
+        if self._skip("["):
+            degree = _natural(self.sum(depth))
+            self._expect("]")
+        return reals.root_of(self._atom(depth), degree)
 
     def _function(self, name: str, depth: int) -> Real:
         base = self._atom(depth) if self._skip("_") else None

@@ -121,12 +121,12 @@ class Pool:
         return answer
 
     def _give_back(self, worker: _Worker, *, is_usable: bool) -> None:
-        place = len(self._idle)
         if not is_usable:
             worker.kill()
-            worker, place = _Worker(), 0  # taken last, while it imports sympy
+            worker = _Worker()
         with self._has_idle:
-            self._idle.insert(place, worker)
+            # a fresh child is taken last, while it imports sympy
+            self._idle.insert(len(self._idle) if is_usable else 0, worker)
             self._has_idle.notify()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from polyturn.grading import clean, numbers
@@ -55,6 +56,7 @@ def read_collection(text: str) -> Collection | None:
         return None
 
 
+@lru_cache(maxsize=8192)
 def _parse(text: str) -> Collection | None:
     try:
         shown = clean.trim(clean.plain(text)).replace("\\{", "{").replace("\\}", "}")

@@ -105,6 +105,15 @@ THIRTY += [
     "３０",
 ]
 
+THIRTY += [
+    "\\boxed{\\approx 30}",
+    "\\boxed{\\textbf{(C)}\\ 30}",
+    "C. 30",
+    "30\\;\\mathrm{ft}",
+    "\\text{Area} = 30",
+    "30\\text{°}",
+]
+
 FORMS = {
     "3 \\sqrt { 2 }": ROOT_18,
     "30": THIRTY,

@@ -87,6 +87,19 @@ def test_only_assistant_text_is_graded() -> None:
     assert correctness(trajectory(), PROBLEM, params=RewardParams()) == 0.0
 
 
+def test_an_environment_may_say_that_a_call_submitted_the_answer() -> None:
+    submitted = trajectory("I submit.", info={"final_answer": "3\\sqrt{2}"})
+    assert correctness(submitted, PROBLEM, params=RewardParams(needs_box=True)) == 1.0
+    assert (
+        correctness(
+            trajectory("\\boxed{\\sqrt{18}}", info={"final_answer": "5"}),
+            PROBLEM,
+            params=RewardParams(),
+        )
+        == 0.0
+    )
+
+
 def test_params_reach_correctness() -> None:
     decimal = Problem("p2", "train", (), "4.24")
     exact = trajectory("\\boxed{3\\sqrt{2}}")

@@ -98,13 +98,32 @@ def test_without_the_oracle_right_and_wrong_look_the_same() -> None:
     assert "no value" in make(oracle=False).step(call("see figure"))[0].text
 
 
+def test_rounding_and_tolerance_grade_as_in_the_reward() -> None:
+    decimal = Problem("g2", "train", (), "4.24")
+    for params, score in (
+        ({}, 1.0),
+        ({"rounding": "strict"}, 0.0),
+        ({"rounding": "strict", "tolerance": 0.01}, 1.0),
+    ):
+        assert build_env(decimal, params, 3).step(call("3\\sqrt{2}"))[2]["score"] == score
+
+
 def test_feedback_never_shows_the_reference() -> None:
     for oracle in (True, False):
         text = make(oracle=oracle).step(call("5"))[0].text
         assert "\\sqrt { 2 }" not in text
 
 
-@pytest.mark.parametrize("params", [{"oracle": "no"}, {"orcale": False}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"oracle": "no"},
+        {"orcale": False},
+        {"rounding": "up"},
+        {"tolerance": -1},
+        {"tolerance": True},
+    ],
+)
 def test_wrong_params_name_the_key(params: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"env\.params"):
         build_env(PROBLEM, params, 3)
