@@ -34,10 +34,8 @@ class FetchCache:
         self._index.execute("PRAGMA journal_mode=WAL")
         self._index.execute("PRAGMA synchronous=OFF")  # a lost entry costs one more fetch
         self._index.execute(
-            "CREATE TABLE IF NOT EXISTS bodies (key TEXT PRIMARY KEY, sha256 TEXT NOT NULL)"
-        )
-        self._index.execute(
-            "CREATE TABLE IF NOT EXISTS failures (key TEXT PRIMARY KEY, reason TEXT NOT NULL, detail TEXT NOT NULL)"
+            "CREATE TABLE IF NOT EXISTS answers "
+            "(key TEXT PRIMARY KEY, sha256 TEXT NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL) WITHOUT ROWID"
         )
 
     def __enter__(self) -> FetchCache:
@@ -57,15 +55,15 @@ class FetchCache:
         Raises:
             RowError: the remembered failure.
         """
-        found = self._index.execute("SELECT sha256 FROM bodies WHERE key = ?", (key,)).fetchone()
-        if found is not None:
-            return self._read(str(found[0]))
-        failed = self._index.execute(
-            "SELECT reason, detail FROM failures WHERE key = ?", (key,)
+        found = self._index.execute(
+            "SELECT sha256, reason, detail FROM answers WHERE key = ?", (key,)
         ).fetchone()
-        if failed is not None:
-            raise RowError(str(failed[0]), str(failed[1]))
-        return None
+        if found is None:
+            return None
+        sha256, reason, detail = map(str, found)
+        if reason:
+            raise RowError(reason, detail)
+        return self._read(sha256)
 
     def _read(self, sha256: str) -> Body | None:
         try:
@@ -79,19 +77,19 @@ class FetchCache:
         body = Body(data, hashlib.sha256(data).hexdigest())
         with atomic_path(self._path(body.sha256)) as partial:
             partial.write_bytes(data)
-        self._index.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (key, body.sha256))
-        self._index.execute("DELETE FROM failures WHERE key = ?", (key,))
+        self._answer(key, body.sha256, "", "")
         return body
 
     def put_failure(self, key: str, error: RowError) -> None:
         """Remember a lasting failure."""
-        self._index.execute(
-            "INSERT OR REPLACE INTO failures VALUES (?, ?, ?)", (key, error.reason, error.detail)
-        )
+        self._answer(key, "", error.reason, error.detail)
+
+    def _answer(self, *columns: str) -> None:
+        self._index.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", columns)
 
     def forget_failures(self) -> None:
         """Ask again for everything that failed."""
-        self._index.execute("DELETE FROM failures")
+        self._index.execute("DELETE FROM answers WHERE reason != ''")
 
     def _path(self, sha256: str) -> Path:
         return self._directory / "bodies" / sha256[:2] / sha256

@@ -14,7 +14,8 @@ from typing import cast
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to; it becomes `path` when the block ends well and vanishes otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial

@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import cast
 
-from polyturn.data.acquire import Acquirer
 from polyturn.data.cache import FetchCache
-from polyturn.data.fetching import Fetcher
-from polyturn.data.files import publish, read_jsonl, write_jsonl
-from polyturn.data.ledger import ImageOutcome, Ledger
-from polyturn.data.loopback import serve_directory
-from polyturn.data.normalise import normalise
+from polyturn.data.files import publish, write_jsonl
+from polyturn.data.ledger import Ledger
+from polyturn.data.processing import (
+    Emit,
+    ImageJob,
+    RowResult,
+    process_rows,
+    read_rows,
+    run_tasks,
+    serve_pictures,
+)
 from polyturn.data.quarantine import (
-    RowError,
     SetAside,
     read_quarantine,
     reason_table,
     write_quarantine,
 )
-from polyturn.data.raw import PICTURES
-from polyturn.data.urls import public_url
-from polyturn.params import ImagesParams
+from polyturn.params import ParamsError
 
-_ROWS_PER_SLOT = 4  # rows read ahead of each request slot
+__all__ = ["ImageJob", "ImageReport", "TooManyBadRowsError", "build_image_store"]
 
 
 class TooManyBadRowsError(ValueError):
     """More rows than images.max_bad_fraction were set aside; the message holds the table of reasons."""
-
-
-@dataclass(frozen=True)
-class ImageJob:
-    """Where the images stage reads and writes; `work` is scratch space of its own."""
-
-    raw: Path  # out of the fetch stage
-    out: Path
-    work: Path
-    cache: Path
-    logs: Path
-    images: ImagesParams
-    dedup_splits: bool
 
 
 @dataclass(frozen=True)
@@ -81,11 +65,20 @@ def build_image_store(
         S3AccessError: S3 refuses everything.
     """
     shutil.rmtree(job.work, ignore_errors=True)
-    (job.work / "out" / "png").mkdir(parents=True)
+    job.png_dir.mkdir(parents=True)
     job.logs.mkdir(parents=True, exist_ok=True)
     before = read_quarantine(job.raw / "quarantine.jsonl")
     with Ledger(job.work / "ledger.sqlite") as ledger, FetchCache(job.cache) as cache:
-        counts = _run(_Stage(job, ledger, cache, on_row))
+        counts: Counter[str] = Counter()
+
+        def emit(done: RowResult) -> None:
+            ledger.add(done.ordinal, done.row, done.outcomes)
+            counts.update(done.counts)
+            counts["images"] += len(done.outcomes)
+            counts["set_aside"] += any(outcome.reason for outcome in done.outcomes)
+            on_row(counts)
+
+        _engine(job, cache)(emit)
         num_shared = ledger.set_aside_shared() if job.dedup_splits else 0
         reasons = ledger.reasons() + Counter(row.reason for row in before)
         report = ImageReport(
@@ -110,99 +103,31 @@ def build_image_store(
     return report
 
 
-@dataclass
-class _Stage:
-    """The concurrent part: rows in, outcomes into the ledger, memory bounded by the rows in flight."""
+def _engine(job: ImageJob, cache: FetchCache) -> Callable[[Emit], None]:
+    """The function that processes all rows and emits their results.
 
-    job: ImageJob
-    ledger: Ledger
-    cache: FetchCache
-    on_row: Callable[[Mapping[str, int]], None]
-
-    async def run(self) -> Counter[str]:
-        limits, pictures = self.job.images, self.job.raw / PICTURES
-        async with AsyncExitStack() as stack:
-            served: dict[str, tuple[str, int]] = {}
-            if limits.serve_host is not None:
-                served[limits.serve_host] = await stack.enter_async_context(
-                    serve_directory(pictures)
-                )
-            fetcher = await stack.enter_async_context(Fetcher(limits, served))
-            log = stack.enter_context(
-                (self.job.logs / "fetch_log.jsonl").open("w", encoding="utf-8")
-            )
-            pool = stack.enter_context(ThreadPoolExecutor(limits.num_threads, "normalise"))
-            acquirer = Acquirer(limits, pictures, self.cache, fetcher, log)
-            room = asyncio.Semaphore(limits.concurrency * _ROWS_PER_SLOT)
-            async with asyncio.TaskGroup() as tasks:
-                for ordinal, row in enumerate(read_jsonl(self.job.raw / "problems.jsonl")):
-                    await room.acquire()
-                    task = tasks.create_task(self._row(ordinal, row, acquirer, pool))
-                    task.add_done_callback(lambda _: room.release())
-        return acquirer.counts
-
-    async def _row(
-        self, ordinal: int, row: dict[str, object], acquirer: Acquirer, pool: ThreadPoolExecutor
-    ) -> None:
-        outcomes = [
-            await self._image(source, acquirer, pool) for source in cast("list[str]", row["images"])
-        ]
-        self.ledger.add(ordinal, row, outcomes)
-        acquirer.counts["images"] += len(outcomes)
-        if any(outcome.reason for outcome in outcomes):
-            acquirer.counts["set_aside"] += 1
-        self.on_row(acquirer.counts)
-
-    async def _image(
-        self, source: str, acquirer: Acquirer, pool: ThreadPoolExecutor
-    ) -> ImageOutcome:
-        shown = public_url(source)
-        try:
-            body = await acquirer.get(source)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(pool, self._store, shown, body.data, body.sha256)
-        except RowError as error:
-            return ImageOutcome(shown, error.reason, error.detail)
-
-    def _store(self, shown: str, data: bytes, sha256: str) -> ImageOutcome:
-        return store_image(shown, data, sha256, self.job.images, self.job.work / "out" / "png")
-
-
-def _run(stage: _Stage) -> Counter[str]:
-    """Run the stage; the first error of a task is raised as itself, not in a group."""
+    Raises:
+        ParamsError: images.engine is ray and Ray is not installed.
+    """
+    if job.images.engine == "local":
+        return lambda emit: run_tasks(_run_local(job, cache, emit))
     try:
-        return asyncio.run(stage.run())
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-        raise error from None
+        # An optional engine, in an extra of its own.
+        from polyturn.data.ray_engine import run_on_ray  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ParamsError(
+            f"images.engine: ray needs module {error.name!r}; install polyturn[ray] or set engine: local"
+        ) from None
+    return lambda emit: run_on_ray(job, emit)
 
 
-def store_image(
-    shown: str, data: bytes, sha256: str, limits: ImagesParams, png_dir: Path
-) -> ImageOutcome:
-    """Normalise one body and put its PNG into `png_dir`, named by its hash."""
-    try:
-        image = normalise(data, limits)
-    except RowError as error:
-        return ImageOutcome(shown, error.reason, error.detail, sha256, len(data))
-    path = png_dir / f"{image.sha256}.png"
-    if not path.exists():
-        path.write_bytes(image.png)
-    return ImageOutcome(
-        url=shown,
-        source_sha256=sha256,
-        source_bytes=len(data),
-        source_format=image.source.format,
-        source_mode=image.source.mode,
-        source_width=image.source.width,
-        source_height=image.source.height,
-        num_frames=image.source.num_frames,
-        png_sha256=image.sha256,
-        width=image.width,
-        height=image.height,
-    )
+async def _run_local(job: ImageJob, cache: FetchCache, emit: Emit) -> None:
+    """Process all rows in this process."""
+    (job.logs / "fetch_log.jsonl").unlink(missing_ok=True)
+    async with serve_pictures(job) as served:
+        await process_rows(
+            job, read_rows(job), served, cache=cache, emit=emit, log_name="fetch_log.jsonl"
+        )
 
 
 def _check(report: ImageReport, job: ImageJob) -> None:

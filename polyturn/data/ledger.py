@@ -6,7 +6,8 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -41,6 +42,7 @@ class ImageOutcome:
 
 
 _COLUMNS = tuple(column.name for column in fields(ImageOutcome))
+_values = attrgetter(*_COLUMNS)
 MANIFEST_SCHEMA = pa.schema(
     [
         pa.field("row_id", pa.string()),
@@ -106,7 +108,7 @@ class Ledger:
             (ordinal, row["id"], row["split"], line, reason, detail),
         )
         self._db.executemany(
-            self._insert, ((ordinal, i, *astuple(outcome)) for i, outcome in enumerate(outcomes))
+            self._insert, ((ordinal, i, *_values(outcome)) for i, outcome in enumerate(outcomes))
         )
 
     def set_aside_shared(self) -> int:

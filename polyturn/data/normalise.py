@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import math
 import struct
 import warnings
@@ -17,6 +18,7 @@ from polyturn.data.embedded import scale_to_bytes
 from polyturn.data.quarantine import RowError
 from polyturn.params import ImagesParams
 
+_log = logging.getLogger(__name__)
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "PPM")
 _MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "PNG"),
@@ -116,16 +118,8 @@ def normalise(data: bytes, limits: ImagesParams) -> NormalisedImage:
         raise RowError("too_many_pixels", str(error)) from None
     except UnidentifiedImageError:
         raise RowError("corrupt", f"starts like {kind} and cannot be read as such") from None
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        EOFError,
-        struct.error,
-        IndexError,
-        KeyError,
-        TypeError,
-    ) as error:
+    except Exception as error:  # the boundary where a bad picture becomes data
+        _log.debug("%s of %d bytes cannot be decoded", kind, len(data), exc_info=True)
         reason = "truncated" if "truncated" in str(error).lower() else "corrupt"
         raise RowError(reason, f"{kind}: {error}") from None
     width, height = final_size(*rgb.size, limits)
