@@ -35,6 +35,7 @@ from polyturn.data.processing import (
     run_tasks,
     serve_pictures,
 )
+from polyturn.data.s3 import S3AccessError
 
 _ROWS_PER_BLOCK = 256
 Column = dict[str, npt.NDArray[np.object_]]
@@ -44,6 +45,7 @@ def run_on_ray(job: ImageJob, emit: Emit) -> None:
     """Process all rows on the cluster of RAY_ADDRESS, or on a local one that ends with the run.
 
     Raises:
+        S3AccessError: S3 refuses everything.
         ray.exceptions.RayError: a worker fails; its error is the cause.
     """
     job = replace(
@@ -91,7 +93,6 @@ class _Batches:
     def __init__(self, job: ImageJob, served: Served) -> None:
         self._job = job
         self._served = served
-        self._cache = FetchCache(job.cache)
 
     def __call__(self, batch: Column) -> Column:
         lines = [cast("dict[str, object]", json.loads(str(text))) for text in batch["text"]]
@@ -99,21 +100,27 @@ class _Batches:
             (cast("int", line["ordinal"]), cast("dict[str, object]", line["row"])) for line in lines
         ]
         results: list[str] = []
-        run_tasks(
-            process_rows(
-                self._job,
-                rows,
-                self._served,
-                cache=self._cache,
-                emit=lambda result: results.append(json.dumps(asdict(result), default=dict)),
-                log_name=f"fetch_log.{os.getpid()}.jsonl",
+
+        def emit(result: RowResult) -> None:
+            results.append(json.dumps(asdict(result), default=dict))
+
+        # Ray may call from another thread each time, and the cache belongs to one.
+        with FetchCache(self._job.cache) as cache:
+            log_name = f"fetch_log.{os.getpid()}.jsonl"
+            work = process_rows(
+                self._job, rows, self._served, cache=cache, emit=emit, log_name=log_name
             )
-        )
+            try:
+                run_tasks(work)
+            except S3AccessError as error:
+                results.append(json.dumps({"stop": str(error)}))
         return {"result": np.array(results, dtype=object)}
 
 
 def _result(text: str) -> RowResult:
     fields = cast("dict[str, object]", json.loads(text))
+    if "stop" in fields:
+        raise S3AccessError(str(fields["stop"]))
     outcomes = cast("list[dict[str, str]]", fields["outcomes"])
     return RowResult(
         ordinal=cast("int", fields["ordinal"]),

@@ -258,3 +258,43 @@ def test_requests_in_flight_are_bounded(web: Web, stage: Stage, limit: str) -> N
     urls = {str(i): web.add(f"/{i}.png", slow) for i in range(30)}
     assert len(stage.run(urls, **{limit: 3}).kept) == 30
     assert peak == 3
+
+
+@pytest.mark.slow
+def test_two_thousand_urls_of_a_hostile_server_end_in_bounded_time(web: Web, stage: Stage) -> None:
+    bomb = gzip.compress(b"\0" * 5_000_000)
+    hostile: dict[str, tuple[Answer, str]] = {
+        "drip": (_drip(b"\x89", 0.1), "timeout"),
+        "reset": (_reset_mid_body, "short_body"),
+        "long": (reply(png(), length=len(png()) + 50), "short_body"),
+        "page": (reply(b"<html>no</html>", kind="image/png"), "not_an_image"),
+        "loop": (reply(b"", status=302, Location="/loop/0.png"), "too_many_redirects"),
+        "bomb": (reply(bomb, Content_Encoding="gzip"), "too_large"),
+        "endless": (_drip(png()[:40] + b"\0" * 60_000, 0.0), "too_large"),
+        "gone": (reply(b"", status=410), "http_410"),
+        "broken": (reply(b"", status=500), "http_500"),
+        "cut": (reply(png()[:-15]), "truncated"),
+    }
+    web.add("/loop/0.png", hostile["loop"][0])
+    sources: dict[str, str | list[str]] = {}
+    expected: dict[str, str] = {}
+    kinds = list(hostile)
+    for i in range(2000):
+        name = f"r{i:04d}"
+        if i % 5 == 0:
+            kind = kinds[i // 5 % len(kinds)]
+            answer, expected[name] = hostile[kind]
+            sources[name] = web.add(f"/{kind}/{i}.png", answer)
+        elif i % 50 == 1:
+            answer = _in_turn(
+                reply(b"", status=429, Retry_After="0"),
+                reply(png((32, 32), (i % 256, i // 256, 0))),
+            )
+            sources[name] = web.add(f"/busy/{i}.png", answer)
+        else:
+            sources[name] = web.add(f"/{i}.png", reply(png((32, 32), (i % 256, i // 256, 0))))
+    began = time.monotonic()
+    done = stage.run(sources, total_timeout_s=2.0, max_bytes=200_000, max_redirects=3, per_host=32)
+    assert time.monotonic() - began < 60
+    assert {name: row.reason for name, row in done.set_aside.items()} == expected
+    assert done.kept == [name for name in sources if name not in expected]
