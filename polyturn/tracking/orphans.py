@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 
 from mlflow.entities import RunTag
@@ -18,14 +19,14 @@ _PROCESS_TAG = "polyturn.process"
 
 def owner_tags() -> dict[str, str]:
     """Tags that say which process owns a run."""
-    return {_HOST_TAG: socket.gethostname(), _PROCESS_TAG: str(processes.current())}
+    return {_HOST_TAG: _host(), _PROCESS_TAG: str(processes.current())}
 
 
 def close_orphans(store: Store) -> list[str]:
     """Mark the RUNNING runs of this host whose process is gone as KILLED; returns their ids."""
     running = store.client.search_runs(
         [store.experiment_id],
-        f"attributes.status = 'RUNNING' and tags.`{_HOST_TAG}` = '{socket.gethostname()}'",
+        f"attributes.status = 'RUNNING' and tags.`{_HOST_TAG}` = '{_host()}'",
     )
     dead: list[str] = []
     for run in running:
@@ -37,3 +38,8 @@ def close_orphans(store: Store) -> list[str]:
             logger.warning("run %s was left open by a dead process: marked KILLED", run_id)
             dead.append(run_id)
     return dead
+
+
+def _host() -> str:
+    """Host name and process namespace: containers of one host name must not judge each other's process ids."""
+    return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
