@@ -8,11 +8,13 @@ import time
 from collections.abc import Mapping
 
 from polyturn import layout
+from polyturn.data.contact_sheet import draw_sheet, kept_tiles, set_aside_tiles
 from polyturn.data.images import ImageJob, ImageReport, build_image_store
 from polyturn.data.quarantine import read_quarantine
 from polyturn.progress import Progress
 from tasks.context import StageContext, run_stage
 
+_SHEET_TILES = 36
 _log = logging.getLogger(__name__)
 
 
@@ -62,9 +64,21 @@ def _record(ctx: StageContext, report: ImageReport, *, seconds: float) -> None:
             **{f"images/reason/{reason}": count for reason, count in report.reasons.items()},
         }
     )
+    _log_sheets(ctx)
     _log.info("%s", report.table())
     for row in read_quarantine(layout.IMAGES / "quarantine.jsonl")[:5]:
         _log.info("set aside: %s (%s): %s: %s", row.id, row.stage, row.reason, row.detail)
+
+
+def _log_sheets(ctx: StageContext) -> None:
+    """Contact sheets for a person, as artifacts of the run."""
+    for name, tiles in (
+        ("kept", kept_tiles(layout.IMAGES, _SHEET_TILES)),
+        ("set_aside", set_aside_tiles(layout.IMAGES, _SHEET_TILES)),
+    ):
+        path = ctx.work_dir / f"{name}.png"
+        path.write_bytes(draw_sheet(tiles))
+        ctx.run.log_artifact(path, "images")
 
 
 if __name__ == "__main__":
