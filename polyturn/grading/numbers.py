@@ -24,7 +24,7 @@ _TOKEN = re.compile(
 _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)")
 _DECIMAL_COMMA = re.compile(r"^(-?\s*\d+),(\d+)$")
 _DECIMAL = re.compile(r"^-?\s*\d*\.(\d+)$")
-_MIXED = re.compile(r"^(-?) ?(\d+) (\d+ ?/ ?\d+)$")
+_MIXED = re.compile(r"^(-?) ?(\d+) (\d+ ?/ ?\d+) ?°?$")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 _TRIG = {"sin", "cos", "tan", "sec", "csc", "cot"}

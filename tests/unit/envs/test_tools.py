@@ -241,6 +241,7 @@ json_values = st.recursive(
     ascii_only=st.booleans(),
     indent=st.sampled_from([None, 2]),
 )
+@settings(deadline=None)
 def test_any_arguments_come_back_as_they_were(
     arguments: dict[str, Json], ascii_only: bool, indent: int | None
 ) -> None:
@@ -255,6 +256,7 @@ def test_any_arguments_come_back_as_they_were(
         st.text("abc", max_size=3), st.text('ab \n\t\r\f\b\\"', max_size=12), max_size=4
     )
 )
+@settings(deadline=None)
 def test_control_characters_come_back_where_no_latex_command_follows(
     arguments: dict[str, str],
 ) -> None:
@@ -283,7 +285,7 @@ PIECES = [
 
 
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_no_mutation_raises(data: st.DataObject) -> None:
     text = (
         answer_call("\\\\frac{1}{2}")
