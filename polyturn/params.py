@@ -150,7 +150,8 @@ class PhaseParams(Section):
     """One phase of the warm start: a mix of examples, trained until a gate or a number of steps."""
 
     name: str
-    mix: dict[str, Annotated[float, Field(gt=0)]]  # kind of example -> share of the batch
+    # kind of example -> share of the batch
+    mix: Annotated[dict[str, PositiveFloat], Field(min_length=1)]
     batch_size: PositiveInt = 64
     max_steps: PositiveInt
     gate_kind: str | None = None  # the kind whose answer loss is watched
@@ -159,6 +160,17 @@ class PhaseParams(Section):
     )
     gate_window: PositiveInt = 10  # the last gate_window steps) is below
     decay_steps: NonNegativeInt = 0  # linear decay to 3% after the gate
+
+    @model_validator(mode="after")
+    def _gate(self) -> PhaseParams:
+        if (self.gate_kind is None) != (self.gate_nats is None):
+            raise ValueError(
+                "gate_kind needs gate_nats and gate_nats needs gate_kind; set both or none, "
+                f"got {self.gate_kind!r} and {self.gate_nats}"
+            )
+        if self.gate_kind is not None and self.gate_kind not in self.mix:
+            raise ValueError(f"gate_kind {self.gate_kind!r} is not in mix {sorted(self.mix)}")
+        return self
 
 
 class WarmstartParams(Section):

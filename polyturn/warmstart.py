@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import cast
 
 import numpy as np
@@ -111,31 +112,33 @@ def _run_phase(
     on_step: Callable[[StepReport], None],
 ) -> PhaseReport:
     recent: deque[float] = deque(maxlen=phase.gate_window)
-    gate_step: int | None = None
-    step, report = 0, None
-    while step < phase.max_steps + phase.decay_steps:
-        is_reached = len(recent) == phase.gate_window and sum(recent) / len(recent) < (
-            phase.gate_nats or 0.0
-        )
-        if gate_step is None and (is_reached or step >= phase.max_steps):
-            gate_step = step
-            if not is_reached and phase.gate_kind is not None:
-                logger.warning(
-                    "warm start phase %s: gate not reached in %d steps", phase.name, step
-                )
-        if gate_step is not None and step >= gate_step + phase.decay_steps:
-            break
-        scale = 1.0 if gate_step is None else _decay(step - gate_step, phase.decay_steps)
+
+    def take_step(step: int, scale: float) -> StepReport:
         samples = draw_examples(phase, examples, problems, trainer.renderer, derive(seed, step))
         report = trainer.step(samples, scale, phase.name, step)
         if phase.gate_kind is not None:
             recent.append(report.answer_nats[phase.gate_kind])
         on_step(report)
+        return report
+
+    step, report = 0, None
+    while step < phase.max_steps and not _is_gate_reached(phase, recent):
+        report = take_step(step, 1.0)
         step += 1
-    is_gate_reached = (
-        None if phase.gate_kind is None else gate_step is not None and gate_step < phase.max_steps
+    is_reached = None if phase.gate_kind is None else _is_gate_reached(phase, recent)
+    if is_reached is False:
+        logger.warning("warm start phase %s: gate not reached in %d steps", phase.name, step)
+    for later in range(phase.decay_steps):
+        report = take_step(step + later, _decay(later, phase.decay_steps))
+    return PhaseReport(
+        phase.name, step + phase.decay_steps, is_reached, report.answer_nats if report else {}
     )
-    return PhaseReport(phase.name, step, is_gate_reached, report.answer_nats if report else {})
+
+
+def _is_gate_reached(phase: PhaseParams, recent: Sequence[float]) -> bool:
+    """Whether the answer losses of the last gate_window steps are, on average, below the gate."""
+    is_full = len(recent) == phase.gate_window
+    return phase.gate_nats is not None and is_full and sum(recent) / len(recent) < phase.gate_nats
 
 
 def _decay(step: int, num_steps: int) -> float:
@@ -159,16 +162,14 @@ def draw_examples(
 
 
 def kind_counts(mix: Mapping[str, float], batch_size: int) -> dict[str, int]:
-    """Examples per kind; shares are rounded, the last kind takes the rest.
+    """Examples per kind: the batch is cut where the running sum of shares, rounded, says.
 
     >>> kind_counts({"search": 0.4, "guess": 0.6}, 64)
     {'search': 26, 'guess': 38}
     """
-    total = sum(mix.values())
-    counts = {kind: round(batch_size * share / total) for kind, share in mix.items()}
-    last = list(mix)[-1]
-    counts[last] += batch_size - sum(counts.values())
-    return counts
+    sums = list(accumulate(mix.values()))
+    cuts = [0, *(round(batch_size * part / sums[-1]) for part in sums)]
+    return {kind: end - start for kind, (start, end) in zip(mix, pairwise(cuts), strict=True)}
 
 
 class _Trainer:
