@@ -36,7 +36,7 @@ def save(
         write(partial)
         files = {path.name: _digest(path) for path in sorted(partial.iterdir())}
         (partial / MARKER).write_text(json.dumps({"files": files, "state": state}, indent=1))
-    except OSError:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     shutil.rmtree(final, ignore_errors=True)

@@ -154,9 +154,19 @@ class FsdpLearner:
             yield name, parameter.data
 
     def save(self, directory: Path) -> None:
-        """Write weights and optimizer state to `directory`/learner.pt."""
+        """Write weights and optimizer state to `directory`/learner.pt.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         state = {"model": self.policy.model.state_dict(), "optimizer": self._optimizer.state_dict()}
-        torch.save(state, directory / STATE_FILE)
+        with (directory / STATE_FILE).open("wb") as file:
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # torch hides what the file said, such as a full disk
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
 
     def load(self, directory: Path) -> None:
         """Read what `save` wrote."""
