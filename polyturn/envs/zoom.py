@@ -13,7 +13,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
 
 from PIL import Image
 
@@ -116,12 +115,10 @@ class ZoomEnv:
         region = arguments.get("region")
         if region is None:
             return ZoomRequest(index, read_box(arguments.get("box")), None)
-        if region not in REGIONS:
+        if not isinstance(region, str) or region not in REGIONS:
             raise ZoomError(f"region must be one of {', '.join(REGIONS)}.")
-        name = cast("str", region)
-        return ZoomRequest(
-            index, region_box(name, self._crop_fraction), name if index == 0 else None
-        )
+        box = region_box(region, self._crop_fraction)
+        return ZoomRequest(index, box, region if index == 0 else None)
 
 
 def build_env(problem: Problem, params: Mapping[str, object]) -> ZoomEnv:
