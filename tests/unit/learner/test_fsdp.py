@@ -209,7 +209,7 @@ def test_non_finite_numbers_stop_before_the_step(
     value: object = (
         float("nan") if broken == "advantage" else np.full_like(chosen[0].logprobs, -np.inf)
     )
-    with pytest.raises(NonFiniteError, match="loss .*, gradient norm"):
+    with pytest.raises(NonFiniteError, match=r"loss .*, gradient norm"):
         update(learner, [replace(chosen[0], **{broken: value}), *chosen[1:]])
     assert all(torch.equal(value, before[name]) for name, value in weights_of(learner).items())
     assert gradients(learner) == {}
@@ -309,5 +309,5 @@ def test_saved_state_holds_moments_and_continues_as_if_never_stopped(
 
 
 def test_more_than_one_process_is_refused(policy: Policy) -> None:
-    with pytest.raises(ValueError, match="learner.num_processes is 2; this version trains in one"):
+    with pytest.raises(ValueError, match=r"learner.num_processes is 2; this version trains in one"):
         learner_of(policy, num_processes=2)

@@ -1,0 +1,263 @@
+"""The zoom environment: crops by region and box, calls that ask for nothing, and its demonstrations."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from polyturn.envs.base import EnvContext, Observation, build, image_record
+from polyturn.envs.demonstration import Demonstration, Say
+from polyturn.envs.zoom import (
+    MIN_CROP_SIDE,
+    REGIONS,
+    ZoomEnv,
+    build_env,
+    cut,
+    demonstrations,
+    not_seen,
+    region_box,
+    tool_call,
+)
+from polyturn.types import ImageRecord, Json, Message, Problem
+from tests.unit import tiny
+
+PARAMS = {"zoom": 0.5, "persist": 0.3, "guess_min": 2, "guess_max": 6}
+
+
+def coordinates(width: int = 200, height: int = 100) -> ImageRecord:
+    """A picture whose red and green tell the column and the row."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[..., 0] = np.arange(width)[None]
+    pixels[..., 1] = np.arange(height)[:, None]
+    return image_record(Image.fromarray(pixels))
+
+
+def shown(record: ImageRecord) -> tuple[int, int, int, int]:
+    """Which part of `coordinates` a crop is: left, top, right, bottom (exclusive)."""
+    pixels = np.asarray(Image.open(io.BytesIO(record.read())))
+    left, top, right, bottom = (
+        pixels[0, 0, 0],
+        pixels[0, 0, 1],
+        pixels[-1, -1, 0],
+        pixels[-1, -1, 1],
+    )
+    return int(left), int(top), int(right) + 1, int(bottom) + 1
+
+
+def env(picture: ImageRecord | None = None, **params: object) -> ZoomEnv:
+    message = Message("user", (picture or coordinates(), "Find x."))
+    return build_env(Problem("p", "train", (message,), "12"), params)
+
+
+def call(arguments: str, name: str = "zoom") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def seen(zoom: ZoomEnv, reply: str) -> tuple[str, tuple[ImageRecord, ...], Mapping[str, Json]]:
+    observation, is_done, info = zoom.step(reply)
+    assert isinstance(observation, Observation)
+    assert not is_done
+    return observation.text, observation.images, info
+
+
+@pytest.mark.parametrize(
+    ("region", "part"),
+    [
+        ("northwest", (25, 12, 75, 38)),
+        ("northeast", (125, 12, 175, 38)),
+        ("southwest", (25, 62, 75, 88)),
+        ("southeast", (125, 62, 175, 88)),
+    ],
+)
+def test_a_region_is_the_square_around_the_centre_of_its_quadrant(
+    region: str, part: tuple[int, int, int, int]
+) -> None:
+    _, (crop,), info = seen(env(), tool_call(region))
+    assert shown(crop) == part
+    assert (crop.width, crop.height) == (part[2] - part[0], part[3] - part[1])
+    assert info["region"] == region
+    assert info["box"] == list(region_box(region, 0.25))
+
+
+def test_the_answer_lists_the_regions_that_are_left() -> None:
+    zoom = env()
+    path = ["southeast", "northwest", "southeast", "southwest", "northeast"]
+    texts = [seen(zoom, tool_call(region))[0] for region in path]
+    assert texts == [not_seen(path[: index + 1]) for index in range(len(path))]
+    assert all(region in not_seen([]) for region in REGIONS)
+    for index, text in enumerate(texts):
+        assert [r for r in REGIONS if r in text] == [
+            r for r in REGIONS if r not in path[: index + 1]
+        ]
+
+
+def test_a_box_is_in_thousandths_of_the_picture() -> None:
+    text, (crop,), info = seen(env(), call('{"box": [100, 200, 500, 1000]}'))
+    assert shown(crop) == (20, 20, 100, 100)
+    assert text == not_seen([])
+    assert "region" not in info
+    assert info["box"] == [0.1, 0.2, 0.5, 1.0]
+
+
+def test_a_later_call_may_look_into_a_crop() -> None:
+    zoom = env()
+    seen(zoom, call('{"box": [0, 0, 500, 1000]}'))
+    _, (crop,), info = seen(zoom, call('{"box": [500, 0, 1000, 500], "image": 1}'))
+    assert shown(crop) == (50, 0, 100, 50)
+    assert info["image"] == 1
+    text, (part,), info = seen(zoom, call('{"region": "northwest", "image": 1}'))
+    assert shown(part) == (12, 12, 38, 38)
+    assert "region" not in info
+    assert text == not_seen([])
+
+
+@pytest.mark.parametrize(
+    ("box", "part"),
+    [
+        ("[0, 0, 1, 1]", (0, 0, 16, 16)),
+        ("[999, 990, 1000, 1000]", (184, 84, 200, 100)),
+        ("[500, 500, 510, 510]", (93, 42, 109, 58)),
+    ],
+)
+def test_a_small_box_grows_to_the_smallest_crop_inside_the_picture(
+    box: str, part: tuple[int, int, int, int]
+) -> None:
+    _, (crop,), _ = seen(env(), call(f'{{"box": {box}}}'))
+    assert shown(crop) == part
+    assert min(crop.width, crop.height) >= MIN_CROP_SIDE
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (call('{"region": "middle"}'), "region must be one of northwest, northeast"),
+        (call('{"region": ["northwest"]}'), "region must be one of"),
+        (call('{"region": 3}'), "region must be one of"),
+        (call("{}"), "Give a region, or a box"),
+        (call('{"box": [1, 2, 3]}'), "Give a region, or a box"),
+        (call('{"box": [500, 0, 100, 10]}'), "left < right"),
+        (call('{"box": [0, 0, 1001, 10]}'), "Give a region, or a box"),
+        (call('{"box": "0 0 10 10"}'), "Give a region, or a box"),
+        (call('{"box": [0, 0, true, 10]}'), "Give a region, or a box"),
+        (call('{"region": "northwest", "image": 1}'), "image must be a number from 0 to 0"),
+        (call('{"region": "northwest", "image": -1}'), "image must be a number"),
+        (call('{"region": "northwest", "image": true}'), "image must be a number"),
+        (call('{"region": "northwest"}', "look"), "There is no tool 'look'; call zoom."),
+        ("<tool_call>{broken</tool_call>", "could not be read"),
+    ],
+)
+def test_a_call_that_asks_for_nothing_is_told_so_and_goes_on(reply: str, words: str) -> None:
+    text, images, info = seen(env(), reply)
+    assert words in text
+    assert images == ()
+    assert "error" in info
+
+
+def test_a_reply_without_a_call_ends_it_and_the_last_of_several_counts() -> None:
+    zoom = env()
+    _, _, info = seen(zoom, tool_call("northwest") + tool_call("southeast"))
+    assert info["region"] == "southeast"
+    observation, is_done, info = zoom.step("Answer: \\boxed{12}")
+    assert is_done
+    assert info == {}
+    assert observation == Observation()
+
+
+def test_equal_crops_have_equal_bytes() -> None:
+    first, second = coordinates(), coordinates()
+    box = region_box("northwest", 0.25)
+    crop = cut(first, box)
+    cut.cache_clear()
+    assert cut(second, box).read() == crop.read()
+    assert cut(second, box) == crop
+
+
+def test_crop_fraction_is_a_parameter_within_bounds() -> None:
+    _, (crop,), _ = seen(env(crop_fraction=0.5), tool_call("northwest"))
+    assert shown(crop) == (0, 0, 100, 50)
+    for wrong in (0, 0.6, "half", None):
+        with pytest.raises(ValueError, match=r"env.params.crop_fraction must be above 0"):
+            env(crop_fraction=wrong)
+
+
+def test_a_problem_without_a_picture_is_refused() -> None:
+    problem = Problem("p-1", "train", (Message("user", ("Find x.",)),), "12")
+    with pytest.raises(ValueError, match="problem p-1 has no picture"):
+        build(build_env, EnvContext(problem))
+
+
+# ---- demonstrations ----------------------------------------------------------------------------------------------
+
+
+def demonstrate(kind: str, seed: int, params: Mapping[str, float] = PARAMS) -> Demonstration:
+    return demonstrations(kind, tiny.problems()[seed % 6], random.Random(seed), params)
+
+
+def words(demonstration: Demonstration) -> list[str]:
+    return [turn.text for turn in demonstration.turns if isinstance(turn, Say)]
+
+
+@pytest.mark.parametrize("kind", ["search", "guess"])
+def test_demonstrations_say_what_the_environment_answers(kind: str) -> None:
+    """Every observation of a demonstration is what the environment shows to the same replies."""
+    for seed in range(40):
+        problem = tiny.problems()[seed % 6]
+        demonstration = demonstrate(kind, seed)
+        zoom = build_env(problem, {})
+        turns = demonstration.turns
+        for said, answered in zip(turns[::2], turns[1::2], strict=False):
+            assert isinstance(said, Say)
+            observation, is_done, _ = zoom.step(said.text)
+            assert not is_done
+            assert answered == Message("tool", (*observation.images, observation.text))
+        last = turns[-1]
+        assert isinstance(last, Say)
+        assert zoom.step(last.text)[1]
+
+
+def test_a_search_ends_at_the_right_crop_and_trains_regions_and_answer() -> None:
+    for seed in range(20):
+        problem = tiny.problems()[seed % 6]
+        demonstration = demonstrate("search", seed)
+        *calls, final = words(demonstration)
+        assert tool_call(str(problem.metadata["region"])) == calls[-1]
+        assert len(set(calls)) == len(calls)
+        assert final == f"Answer: \\boxed{{{problem.answer}}}"
+        for turn in demonstration.turns[:-1:2]:
+            assert isinstance(turn, Say)
+            assert turn.trained is not None
+            ((start, end),) = turn.trained
+            assert turn.text[start:end] in REGIONS
+        assert demonstration.turns[-1] == Say(final)
+
+
+def test_a_guess_zooms_as_often_as_asked_and_answers_right_after_the_right_crop() -> None:
+    never = [words(demonstrate("guess", seed, {**PARAMS, "zoom": 0.0})) for seed in range(20)]
+    assert {len(said) for said in never} == {1}
+    always = {**PARAMS, "zoom": 1.0, "persist": 1.0}
+    for seed in range(20):
+        problem = tiny.problems()[seed % 6]
+        *calls, final = words(demonstrate("guess", seed, always))
+        assert calls[-1] == tool_call(str(problem.metadata["region"]))
+        assert final == f"Answer: \\boxed{{{problem.answer}}}"
+
+
+def test_reading_shows_the_right_crop_and_asks_for_its_label() -> None:
+    problem = tiny.problems()[0]
+    demonstration = demonstrate("read", 0)
+    crop = cut(problem.images[0], region_box(str(problem.metadata["region"]), 0.25))
+    assert demonstration.prompt == (Message("user", (crop, "Find x.")),)
+    assert words(demonstration) == [f"Answer: \\boxed{{{problem.metadata['label']}}}"]
+
+
+def test_unknown_kinds_and_foreign_problems_are_refused_with_their_key() -> None:
+    with pytest.raises(ValueError, match=r"warmstart.phases: .*got 'dance'"):
+        demonstrate("dance", 0)
+    foreign = Problem("p-1", "train", (Message("user", (coordinates(), "Find x.")),), "12")
+    with pytest.raises(ValueError, match=r"needs data.source: synthetic, but problem p-1"):
+        demonstrations("read", foreign, random.Random(0), PARAMS)
