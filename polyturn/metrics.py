@@ -41,6 +41,7 @@ def rollout_metrics(groups: Sequence[Group], *, seed: int) -> Metrics:
         "rollout/zero_std/count": float(sum(len(set(values)) <= 1 for values in by_group)),
         "rollout/truncated_ratio": sum(t.status is Status.TRUNCATED for t in trajectories) / count,
         "rollout/failed_ratio": sum(not t.status.is_rewarded for t in trajectories) / count,
+        "rollout/grader_failures": sum(bool(t.reward_failures) for t in trajectories) / count,
         "multi_turn/turns/mean": float(np.mean([len(t.turns) for t in trajectories])),
         "multi_turn/turns/max": float(max(len(t.turns) for t in trajectories)),
         "multi_turn/tool_calls/mean": sum(len(parsed) for parsed in calls) / count,

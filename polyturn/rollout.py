@@ -11,7 +11,7 @@ from polyturn.episode import Episode, EpisodeSettings
 from polyturn.memory import lowered_by
 from polyturn.params import EnvParams, Params, RewardParams, RolloutParams
 from polyturn.render import Renderer
-from polyturn.reward import check_failures, score
+from polyturn.reward import Reward, check_failures, score
 from polyturn.sampler.base import Sampler
 from polyturn.types import Group, Problem, Status, Trajectory
 
@@ -113,8 +113,15 @@ def _grade(trajectories: Sequence[Trajectory], params: RewardParams) -> list[Tra
     }
     check_failures(list(rewards.values()), params)
     return [
-        replace(trajectory, reward=rewards[index].total, reward_terms=dict(rewards[index].terms))
-        if index in rewards
-        else trajectory
+        _with_reward(trajectory, rewards[index]) if index in rewards else trajectory
         for index, trajectory in enumerate(trajectories)
     ]
+
+
+def _with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
+    return replace(
+        trajectory,
+        reward=reward.total,
+        reward_terms=dict(reward.terms),
+        reward_failures=reward.failures,
+    )

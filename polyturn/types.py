@@ -176,6 +176,7 @@ class Trajectory:
     error: str | None = None
     reward: float | None = None
     reward_terms: Mapping[str, float] = field(default_factory=dict)
+    reward_failures: tuple[str, ...] = ()  # reward terms that could not be computed (they count 0), with causes
 
     @property
     def status(self) -> Status:
