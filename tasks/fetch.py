@@ -8,6 +8,7 @@ from collections import Counter
 
 from polyturn import layout
 from polyturn.data.files import publish
+from polyturn.data.geo3k import HubSource
 from polyturn.data.raw import RawReport, RawWriter
 from polyturn.data.sources import SPLITS, counts, load_source
 from polyturn.params import DataParams
@@ -33,6 +34,8 @@ def body(ctx: StageContext) -> None:
             parse_answer=parse_reference,
             on_row=progress.update,
         ).write()
+    if isinstance(source, HubSource):
+        ctx.run.set_tags({"data.commit": source.revision})
     publish(built, layout.RAW)
     _record(ctx, report)
 

@@ -14,9 +14,10 @@ from typing import TextIO
 
 from polyturn.data.cache import Body, FetchCache
 from polyturn.data.fetching import Fetcher
+from polyturn.data.normalise import sniff
 from polyturn.data.quarantine import RowError
 from polyturn.data.s3 import ObjectStore
-from polyturn.data.urls import cache_key, decode_data_uri, public_url
+from polyturn.data.urls import cache_key, declared_type, decode_data_uri, public_url
 from polyturn.params import ImagesParams
 
 _PASSING = (
@@ -57,7 +58,10 @@ class Acquirer:
         """
         scheme = source.partition(":")[0].lower() if ":" in source else ""
         if scheme == "data":
-            return self._within_limit(decode_data_uri(source))
+            body = self._within_limit(decode_data_uri(source))
+            if declared_type(source) != f"image/{sniff(body.data).lower()}":
+                self.counts["wrong_types"] += 1
+            return body
         if scheme in ("http", "https", "s3"):
             return await self._once(source, is_s3=scheme == "s3")
         return self._within_limit(self._read_picture(source))

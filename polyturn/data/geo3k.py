@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import pyarrow.parquet as pq
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 
 from polyturn.data.s3 import ObjectStore, parent_uri
 from polyturn.params import DataParams, ImagesParams, ParamsError
@@ -20,6 +22,7 @@ SPLIT_NAMES = {
     "test": ("test",),
 }
 _BATCH_ROWS = 256
+_HUB_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,26 @@ class FileSource:
                     yield raw
 
 
+def hub_commit(name: str, revision: str | None) -> str:
+    """The commit that a revision of a Hugging Face dataset stands for, so that a run can name its data.
+
+    Raises:
+        ParamsError: the dataset or revision does not exist or cannot be reached.
+    """
+    try:
+        sha = HfApi().dataset_info(name, revision=revision, timeout=_HUB_TIMEOUT_S).sha
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise _hub_error(name, revision, error) from None
+    return sha or revision or "main"
+
+
+def _hub_error(name: str, revision: str | None, error: Exception) -> ParamsError:
+    return ParamsError(
+        f"data.path: Hugging Face dataset {name!r} at revision {revision!r} cannot be opened "
+        f"({type(error).__name__}: {str(error)[:200]}); is it a local path that does not exist?"
+    )
+
+
 class _HubDataset(Protocol):
     def decode(self, enable: bool) -> Iterable[object]: ...
 
@@ -90,10 +113,7 @@ class HubSource:
                 self.name, split=own, revision=self.revision, streaming=True
             )
         except (OSError, ValueError) as error:
-            raise ParamsError(
-                f"data.path: Hugging Face dataset {self.name!r} at revision {self.revision!r} cannot be "
-                f"opened ({type(error).__name__}: {str(error)[:200]}); is it a local path that does not exist?"
-            ) from None
+            raise _hub_error(self.name, self.revision, error) from None
         yield from cast("_HubDataset", stream).decode(False)
 
 
@@ -116,7 +136,9 @@ def open_geo3k(params: DataParams, images: ImagesParams, work_dir: Path) -> File
     if path.is_file():
         return FileSource((path,), path.parent, params.base_url)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", params.path) and path.suffix not in (".jsonl", ".parquet"):
-        return HubSource(params.path, params.revision, base_url=params.base_url)
+        return HubSource(
+            params.path, hub_commit(params.path, params.revision), base_url=params.base_url
+        )
     raise ParamsError(f"data.path: {params.path!r} is neither a file nor a directory")
 
 

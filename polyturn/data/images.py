@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from polyturn.data.quarantine import (
 )
 from polyturn.params import ParamsError
 
+_log = logging.getLogger(__name__)
 __all__ = ["ImageJob", "ImageReport", "TooManyBadRowsError", "build_image_store"]
 
 
@@ -79,6 +81,11 @@ def build_image_store(
             on_row(counts)
 
         _engine(job, cache)(emit)
+        if counts["wrong_types"]:
+            _log.warning(
+                "%d data: URIs name another type than their content has; the content counts",
+                counts["wrong_types"],
+            )
         num_shared = ledger.set_aside_shared() if job.dedup_splits else 0
         reasons = ledger.reasons() + Counter(row.reason for row in before)
         report = ImageReport(

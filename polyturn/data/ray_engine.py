@@ -102,7 +102,13 @@ class _Batches:
         results: list[str] = []
 
         def emit(result: RowResult) -> None:
-            results.append(json.dumps(asdict(result), default=dict))
+            line = {
+                "ordinal": result.ordinal,
+                "row": result.row,
+                "outcomes": [asdict(outcome) for outcome in result.outcomes],
+                "counts": dict(result.counts),
+            }
+            results.append(json.dumps(line))
 
         # Ray may call from another thread each time, and the cache belongs to one.
         with FetchCache(self._job.cache) as cache:

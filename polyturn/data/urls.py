@@ -156,3 +156,12 @@ def decode_data_uri(uri: str) -> bytes:
         return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
     except binascii.Error as error:
         raise RowError("bad_data_uri", f"not base64: {error}") from None
+
+
+def declared_type(uri: str) -> str:
+    """What a data: URI says it is, such as image/png; empty if it says nothing.
+
+    >>> declared_type("data:image/None;base64,AAAA")
+    'image/none'
+    """
+    return uri[5:].split(",", 1)[0].split(";", 1)[0].strip().lower()

@@ -22,16 +22,15 @@ from tests.unit.data.web import Web, png, reply
 _PLAIN = {"Content-Type": "text/plain"}
 
 
-@pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
     """The address of an S3 server with a bucket `data` that holds three pictures and a dataset."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     url = "http://{}:{}".format(*server.get_host_and_port())
-    client = boto3.client("s3", endpoint_url=url)
+    client = boto3.client(
+        "s3", "us-east-1", endpoint_url=url, aws_access_key_id="key", aws_secret_access_key="secret"
+    )
     client.create_bucket(Bucket="data")
     rows = []
     for i, split in enumerate(("train", "val", "test")):
@@ -50,6 +49,15 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     client.put_object(Bucket="data", Key="geo/empty.png", Body=b"")
     yield url
     server.stop()
+
+
+@pytest.fixture
+def endpoint(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The server's address, with credentials in the environment."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    return server
 
 
 def test_pictures_come_from_s3_once_and_bad_objects_are_named(endpoint: str, stage: Stage) -> None:

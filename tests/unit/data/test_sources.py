@@ -11,16 +11,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import HfApi
 from PIL import Image
 
 from polyturn.data import read_problems
 from polyturn.data.files import read_jsonl
+from polyturn.data.geo3k import HubSource, hub_commit
 from polyturn.data.raw import RawReport, RawWriter
 from polyturn.data.sources import load_source
 from polyturn.data.synthetic import KINDS, REGIONS, draw_figure, figure_rng
-from polyturn.params import DataParams, ImagesParams, SyntheticParams
+from polyturn.params import DataParams, ImagesParams, ParamsError, SyntheticParams
 from tests.unit.data.stage import Stage
-from tests.unit.data.web import png
+from tests.unit.data.web import Web, png, reply
 
 GEO3K = Path(__file__).parents[4] / "shared" / "data" / "geo3k"
 ALL = {"num_train": None, "num_validation": None, "num_test": None}
@@ -187,6 +189,41 @@ def test_all_forms_of_a_dataset_give_the_same_pictures(tmp_path: Path) -> None:
             del row["split"]
         pq.write_table(pa.Table.from_pylist(own), by_split / f"{split}-00000-of-00001.parquet")
     assert _stored(tmp_path, "splits", path=str(by_split.parent)) == expected
+
+
+def test_a_hub_dataset_is_streamed_with_its_pictures_still_encoded(tmp_path: Path) -> None:
+    import datasets  # noqa: PLC0415
+
+    data = png((32, 32), (1, 2, 3))
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    for split in ("train", "validation"):
+        rows = [
+            {"images": [{"bytes": data, "path": None}], "problem": f"<image>{split}", "answer": "1"}
+        ]
+        features = datasets.Features(
+            {
+                "images": datasets.Sequence(datasets.Image()),
+                "problem": datasets.Value("string"),
+                "answer": datasets.Value("string"),
+            }
+        )
+        table = datasets.Dataset.from_list(rows, features=features)
+        table.to_parquet(tmp_path / "set" / "data" / f"{split}-00000-of-00001.parquet")
+    source = HubSource(str(tmp_path / "set"), None)
+    [row] = source.load("validation")
+    assert row["problem"] == "<image>validation"
+    assert row["images"] == [{"bytes": data, "path": None}]
+    assert list(source.load("test")) == []
+
+
+def test_a_hub_dataset_is_pinned_to_a_commit(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"id": "someone/geo", "sha": "0" * 40}).encode()
+    web.add("/api/datasets/someone/geo/revision/v1", reply(answer, kind="application/json"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("polyturn.data.geo3k.HfApi", lambda: HfApi(endpoint=web.url))
+    assert hub_commit("someone/geo", "v1") == "0" * 40
+    with pytest.raises(ParamsError, match=r"data.path: Hugging Face dataset 'someone/none'"):
+        hub_commit("someone/none", "v1")
 
 
 def test_urls_under_a_foreign_base_copy_nothing(tmp_path: Path) -> None:

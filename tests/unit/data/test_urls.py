@@ -103,10 +103,15 @@ def test_garbage_in_a_data_uri_has_a_reason(uri: str) -> None:
         decode_data_uri(uri)
 
 
-def test_data_uris_are_stored_by_content_and_shown_by_hash(stage: Stage) -> None:
+def test_data_uris_are_stored_by_content_and_shown_by_hash(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     sources = _forms(png((32, 32)))
     done = stage.run({**sources, "bad": "data:image/png;base64,%%%"})
     assert done.kept == list(sources)
     assert len(list((done.out / "png").iterdir())) == 1
     assert done.set_aside["bad"].reason == "bad_data_uri"
+    # image/None, image/jpg and the missing type: noted once for the dataset, not per row.
+    [note] = [message for message in caplog.messages if "another type" in message]
+    assert note.startswith("3 data: URIs")
     assert b"base64," not in (done.out / "manifest.parquet").read_bytes()
