@@ -55,8 +55,13 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> Best:
         TrainingError: non-finite loss or gradients (samples are dumped), or too wide a gap between the sampler's
             and the learner's logprobs.
         FailureBudgetError: the environment or the grader failed too often.
+        CheckpointError: the run that is resumed is further than train.steps.
     """
-    state = run_state.load_latest(parts.checkpoints, parts.learner.load) if resume else RunState()
+    state = RunState()
+    if resume:
+        state = run_state.load_latest(
+            parts.checkpoints, parts.learner.load, num_steps=params.train.steps
+        )
     parts.recorder.begin(state.history)
     best = state.best
     parts.sampler.update_weights(parts.learner.export_weights(), state.step)

@@ -34,14 +34,24 @@ class RunState(BaseModel):
     history: list[Metrics] = []
 
 
-def load_latest(directory: Path, load: Callable[[Path], None]) -> RunState:
-    """The state of the newest complete checkpoint, whose weights `load` takes; a fresh state if there is none."""
+def load_latest(directory: Path, load: Callable[[Path], None], *, num_steps: int) -> RunState:
+    """The state of the newest complete checkpoint, whose weights `load` takes; a fresh state if there is none.
+
+    Raises:
+        CheckpointError: it is further than the `num_steps` that the run is to have.
+    """
     found = checkpoint.latest(directory)
     if found is None:
         return RunState()
-    path, state = found
+    path, content = found
+    state = RunState.model_validate(content)
+    if state.step > num_steps:
+        raise checkpoint.CheckpointError(
+            f"train.steps is {num_steps}, but the run that would go on from {path} is at step {state.step}; set "
+            f"train.steps to {state.step} or more, or train.resume to never to start anew"
+        )
     load(path)
-    return RunState.model_validate(state)
+    return state
 
 
 def save(directory: Path, state: RunState, write: Callable[[Path], None]) -> None:
