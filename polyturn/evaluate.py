@@ -12,7 +12,6 @@ from polyturn.params import Params
 from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.base import Sampler
-from polyturn.seeds import derive
 from polyturn.statistics import bootstrap_interval, pass_at_k
 from polyturn.types import Group, Problem, Status
 
@@ -46,11 +45,14 @@ async def evaluate(
     plan: EvaluationPlan,
     on_batch: Callable[[int], None] = lambda _: None,
 ) -> list[Group]:
-    """Try every problem; problems are sampled together in batches, `on_batch` hears how many are done."""
+    """Try every problem; problems are sampled together in batches, `on_batch` hears how many are done.
+
+    A try's seed depends on plan.seed, the problem's id and the number of the try, and on nothing else.
+    """
+    draw = Draw(plan.seed, plan.samples_per_problem, plan.temperature)
     per_batch = max(1, plan.batch_size // plan.samples_per_problem)
     groups: list[Group] = []
     for first in range(0, len(problems), per_batch):
-        draw = Draw(derive(plan.seed, "batch", first), plan.samples_per_problem, plan.temperature)
         chunk = problems[first : first + per_batch]
         for group in await rollout(chunk, sampler, renderer, settings, draw):
             groups.append(Group(first + group.index, group.trajectories))
