@@ -1,0 +1,93 @@
+"""What a run writes: trajectories of every step, a history that a resumed run takes over, dumps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from polyturn import trajectories
+from polyturn.progress import Progress
+from polyturn.recorder import Recorder, records, tool_calls
+from polyturn.types import Group, Trajectory
+from tests.unit import tiny
+from tests.unit.test_evaluate import trajectory
+from tests.unit.test_metrics import CALL, saying
+
+STEP = {"rollout/raw_reward": 0.5, "multi_turn/turns/mean": 1.0}
+TIMES = {"perf/rollout_time": 1.0, "perf/train_time": 2.0}
+
+
+def recorder(directory: Path) -> tuple[Recorder, tiny.Metrics]:
+    sink = tiny.Metrics()
+    return Recorder(directory, sink, Progress(10, "train")), sink
+
+
+def group(made: int = 0) -> list[Group]:
+    base = saying(trajectory(1.0), CALL, "Answer: \\boxed{12}")
+    problem = tiny.problems()[0]
+    images = (*problem.images, *(tiny.picture(16, 16, shade) for shade in range(made)))
+    return [Group(0, tuple(_with(base, sibling, images, problem) for sibling in range(2)))]
+
+
+def _with(
+    base: Trajectory, sibling: int, images: tuple[object, ...], problem: object
+) -> Trajectory:
+    return replace(base, sibling=sibling, images=images, problem=problem)  # type: ignore[arg-type]
+
+
+def test_trajectories_hold_calls_answers_and_advantages() -> None:
+    (first, second) = records(group(), [[0.5, None]], step=3)
+    assert (first["step"], first["sibling"], first["advantage"]) == (3, 0, 0.5)
+    assert (second["sibling"], second["advantage"]) == (1, None)
+    assert first["turns"][0]["tool_calls"] == [
+        {"name": "zoom", "arguments": {"region": "northwest"}}
+    ]
+    assert first["final_answer"] == "12"
+
+
+def test_tool_calls_that_are_none_say_why() -> None:
+    ((call),) = tool_calls("<tool_call>{broken</tool_call>")
+    assert isinstance(call, dict)
+    assert list(call) == ["error"]
+
+
+def test_only_pictures_that_environments_made_are_written(tmp_path: Path) -> None:
+    kept, _ = recorder(tmp_path)
+    kept.begin([])
+    kept.rollout(0, group(made=2), [[0.5, -0.5]])
+    names = {path.stem for path in (tmp_path / "trajectories" / "png").iterdir()}
+    assert names == {tiny.picture(16, 16, shade).sha256 for shade in range(2)}
+    assert len(trajectories.read_step(tmp_path / "trajectories", 0)) == 2
+
+
+def test_history_goes_to_the_sink_once_a_step_and_times_do_not_stay(tmp_path: Path) -> None:
+    kept, sink = recorder(tmp_path)
+    kept.begin([])
+    kept.step(0, dict(STEP), TIMES)
+    assert kept.history == [STEP]
+    assert sink.steps == [(0, {**STEP, **TIMES})]
+
+
+def test_a_resumed_run_takes_the_history_over_and_drops_later_files(tmp_path: Path) -> None:
+    first, _ = recorder(tmp_path)
+    first.begin([])
+    for step in range(3):
+        first.rollout(step, group(), [[0.5, -0.5]])
+        first.step(step, {**STEP, "step": float(step)}, TIMES)
+    second, sink = recorder(tmp_path)
+    second.begin(first.history[:2])
+    assert trajectories.list_steps(tmp_path / "trajectories") == [0, 1]
+    assert [(step, metrics["step"]) for step, metrics in sink.steps] == [(0, 0.0), (1, 1.0)]
+    assert second.history == first.history[:2]
+    second.history.append({})
+    assert len(first.history) == 3
+
+
+def test_a_fresh_start_removes_what_an_earlier_one_left(tmp_path: Path) -> None:
+    first, _ = recorder(tmp_path)
+    first.begin([])
+    first.rollout(0, group(made=1), [[0.5, -0.5]])
+    second, sink = recorder(tmp_path)
+    second.begin([])
+    assert [p for p in (tmp_path / "trajectories").rglob("*") if p.is_file()] == []
+    assert sink.steps == []
