@@ -86,8 +86,8 @@ def die_with(process: Process, *, name: str, grace_s: float = 20.0) -> None:
 def _watch(process: Process, name: str, grace_s: float) -> None:
     while process.is_alive:
         time.sleep(_POLL_S)
-    logger.error("%s (pid %d) has died, so this stage ends too", name, process.pid)
     os.kill(os.getpid(), signal.SIGTERM)
+    logger.error("%s (pid %d) has died, so this stage ends too", name, process.pid)
     time.sleep(grace_s)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,7 +60,8 @@ def run_stage(name: str, body: Body) -> NoReturn:
         for line in outcome.message.splitlines():
             logger.error("error: stage %s: %s", name, line)
     write_json(status_file(name), {"exit_code": outcome.exit_code, "message": outcome.message})
-    sys.stdout.flush()
+    with suppress(OSError):  # nobody may read it any more
+        sys.stdout.flush()
     raise SystemExit(outcome.exit_code)
 
 
@@ -149,8 +150,11 @@ class _ConsoleHandler(logging.Handler):
     """Writes a line to stderr without tearing a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
-        sys.stderr.flush()
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+            sys.stderr.flush()
+        except OSError:  # nobody reads any more: the flow or dvc has died
+            self.handleError(record)
 
 
 def _log_to(path: Path) -> None:

@@ -1,0 +1,184 @@
+"""The Prefect flow over toy stages: order, retries, cancel, worktrees."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polyturn import processes
+from tests.toy_project import ToyProject, wait_until
+
+pytestmark = pytest.mark.slow
+Toy = Callable[..., ToyProject]
+FLOW = (sys.executable, "-m", "flows.pipeline")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A Prefect server for all tests of this file: its address and home."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    home = tmp_path_factory.mktemp("prefect")
+    env = {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
+    command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
+    with (home / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            command, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def answers() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(answers, seconds=120)
+    yield env
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(timeout=30)
+
+
+def task_lines(output: str) -> list[str]:
+    """Lines that the flow logged, without time and level."""
+    return [line.partition(" - ")[2] for line in output.splitlines() if " - " in line]
+
+
+def test_stages_run_in_order_and_a_second_run_runs_none(toy: Toy, server: dict[str, str]) -> None:
+    project = toy(one="print('says one')", two="pass")
+    first = project.run(*FLOW, **server)
+    assert first.returncode == 0, first.stdout
+    lines = task_lines(first.stdout)
+    order = [line for line in lines if line.startswith("Running stage") or line == "says one"]
+    assert order == ["Running stage 'one':", "says one", "Running stage 'two':"]
+    runs = project.runs()
+    assert sorted([*runs["one"], *runs["two"]]) == ["FINISHED", "FINISHED"]
+    assert len(runs) == 3, "the stages' runs and their parent"
+    second = project.run(*FLOW, **server)
+    assert second.returncode == 0
+    assert "Running stage" not in second.stdout
+    assert len(project.runs()) == 3, "no run is opened where nothing runs"
+
+
+def test_a_users_mistake_is_not_tried_again(toy: Toy, server: dict[str, str]) -> None:
+    project = toy(one='raise ValueError("data.path: no such directory")', two="pass")
+    result = project.run(*FLOW, **server)
+    assert result.returncode == 2
+    assert result.stdout.count("Running stage 'one'") == 1
+    assert "Running stage 'two'" not in result.stdout
+    assert "error: stage one: data.path: no such directory" in result.stdout
+    assert "Traceback" not in result.stdout
+
+
+def test_another_failure_is_tried_once_more(toy: Toy, server: dict[str, str]) -> None:
+    body = """
+    marker = ctx.work_dir / "tried"
+    if not marker.exists():
+        marker.touch()
+        raise RuntimeError("a hiccup")
+    """
+    project = toy(one=body)
+    result = project.run(*FLOW, **server)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("Running stage 'one'") == 2
+    assert project.runs()["one"] == ["FAILED", "FINISHED"]
+
+
+def test_wrong_overrides_stop_before_anything_runs(toy: Toy, server: dict[str, str]) -> None:
+    project = toy(one="pass")
+    before = (project.path / "params.yaml").read_text()
+    result = project.run(*FLOW, "--set", "train.stepz=3", **server)
+    assert result.returncode == 2
+    assert [line for line in result.stdout.splitlines() if line.startswith("error:")] == [
+        result.stdout.strip().splitlines()[-1]
+    ]
+    assert (project.path / "params.yaml").read_text() == before
+    assert "Running stage" not in result.stdout
+
+
+def test_cancelling_ends_the_stage_and_its_children(toy: Toy, server: dict[str, str]) -> None:
+    body = """
+    child = subprocess.Popen(["sleep", "300"])
+    Path("started").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(300)
+    """
+    project = toy(one=body)
+    flow = project.start(*FLOW, **server)
+    started = project.path / "started"
+    wait_until(lambda: started.exists() and len(started.read_text().split()) == 2, seconds=90)
+    family = [processes.find(int(pid)) for pid in started.read_text().split()]
+    os.kill(flow.pid, signal.SIGTERM)
+    wait_until(lambda: not any(p and p.is_alive for p in family), seconds=10)
+    flow.communicate(timeout=60)
+    assert flow.returncode != 0
+    runs = project.runs()
+    assert runs["one"] == ["KILLED"]
+    assert all(status != "RUNNING (open)" for statuses in runs.values() for status in statuses)
+
+
+def test_a_stage_does_not_outlive_a_flow_that_was_killed(toy: Toy, server: dict[str, str]) -> None:
+    project = toy(one='Path("started").write_text(str(os.getpid())); time.sleep(300)')
+    flow = project.start(*FLOW, **server)
+    started = project.path / "started"
+    wait_until(lambda: started.exists() and bool(started.read_text()), seconds=90)
+    stage = processes.find(int(started.read_text()))
+    assert stage is not None
+    flow.kill()
+    wait_until(lambda: not stage.is_alive, seconds=15)
+    flow.communicate(timeout=30)
+    assert project.runs()["one"] == ["KILLED"]
+
+
+def test_a_run_in_a_worktree_leaves_the_checkout_alone(toy: Toy, server: dict[str, str]) -> None:
+    project = toy(one='Path("place").write_text(os.getcwd())')
+    result = project.run(*FLOW, "--worktree", "--set", "seed=4", **server)
+    assert result.returncode == 0, result.stdout
+    assert not (project.path / "artifacts").exists()
+    assert not list((project.path / ".polyturn/worktrees").iterdir()), "it is removed at the end"
+    (kept,) = (project.path / "runs").glob("*/params.yaml")
+    assert re.search(r"^seed: 4$", kept.read_text(), re.MULTILINE)
+    assert (kept.parent / "report.html").is_file()
+    # the result is in the shared cache: the same run here restores it
+    again = project.run(*FLOW, "--set", "seed=4", **server)
+    assert again.returncode == 0
+    assert "is cached - skipping run" in again.stdout
+
+
+def test_a_port_in_use_is_named(toy: Toy) -> None:
+    project = toy(one="pass")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = project.run(sys.executable, "scripts/services.py", "start", "--port", str(port))
+    assert result.returncode == 2
+    (line,) = result.stdout.splitlines()
+    assert line.startswith(f"error: port {port} is in use")
+    assert f"PORT={port + 1}" in line
+
+
+def test_a_deployment_runs_on_the_worker_that_services_start(toy: Toy, tmp_path: Path) -> None:
+    project = toy(one="pass")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    services = (sys.executable, "scripts/services.py")
+    try:
+        up = project.run(*services, "start", "--port", str(port))
+        assert up.returncode == 0, up.stdout
+        command = ("prefect", "deployment", "run", "pipeline/cpu-demo", "--watch")
+        done = project.run(*command, "-p", 'overrides={"seed": 9}')
+        assert "finished successfully" in done.stdout, done.stdout
+        assert list((project.path / "runs").glob("*/report.html"))
+    finally:
+        down = project.run(*services, "stop")
+    assert "server (pid" in down.stdout
+    assert "worker (pid" in down.stdout
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
