@@ -19,7 +19,8 @@ from prefect.runtime import flow_run
 from pydantic import JsonValue
 
 from flows import graph, summary
-from polyturn import layout, report, tracking, workspace
+from polyturn import layout, tracking, workspace
+from polyturn.report.write import write_report
 from tasks.context import PARENT_RUN
 from tasks.failure import FAILURE, USER_ERROR
 from tasks.stage import StageFailedError, StageReport, run_dvc_stage
@@ -103,7 +104,7 @@ def _parent_run(
 
 def _finish(place: Place, reports: list[StageReport]) -> None:
     """Write the report and show the tables; a worktree's results are copied out before it is removed."""
-    report.write_report(place.root)
+    write_report(place.root)
     page = place.root / layout.REPORT
     rows = summary.read(place.root)
     if place.is_worktree:

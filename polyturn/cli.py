@@ -77,9 +77,9 @@ def _last_times(path: Path) -> dict[str, float]:
 
 
 def _report() -> int:
-    from polyturn import report
+    from polyturn.report.write import write_report
 
-    print(report.write_report(Path.cwd()))
+    print(write_report(Path.cwd()))
     return 0
 
 

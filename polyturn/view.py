@@ -11,9 +11,9 @@ from pathlib import Path
 from markupsafe import Markup
 
 from polyturn import layout, trajectories
-from polyturn.report import write_page
-from polyturn.report_data import picture_directories
-from polyturn.report_trajectories import TEMPLATES, Pictures, Shown, TokenReader, show
+from polyturn.report.data import picture_directories
+from polyturn.report.trajectories import TEMPLATES, Pictures, Shown, TokenReader, show
+from polyturn.report.write import write_page
 from polyturn.trajectories import TrajectoryEntry
 
 MAX_TRAJECTORIES = 400  # of a page; more steps are thinned out evenly, and the page says so

@@ -12,10 +12,10 @@ from typing import cast
 
 from polyturn import layout, tracking
 from polyturn.params import Params
-from polyturn.report import write_report
-from polyturn.report_data import picture_directories, read_run
-from polyturn.report_page import choose
-from polyturn.report_trajectories import Pictures
+from polyturn.report.write import write_report
+from polyturn.report.data import picture_directories, read_run
+from polyturn.report.page import choose
+from polyturn.report.trajectories import Pictures
 from polyturn.statistics import Interval
 from polyturn.tracking import environment, lineage, registry, traces
 from tasks.context import StageContext, run_stage, write_json

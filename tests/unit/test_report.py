@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from polyturn import layout, report_charts, report_details, report_trajectories
-from polyturn.report import write_report
-from polyturn.report_charts import Bar, Line, bar_chart, line_chart, ticks
-from polyturn.report_data import read_run
-from polyturn.report_page import choose
-from polyturn.report_trajectories import TokenReader, show, verdict
+from polyturn import layout
+from polyturn.report import charts, details, trajectories
+from polyturn.report.charts import Bar, Line, bar_chart, line_chart, ticks
+from polyturn.report.data import read_run
+from polyturn.report.page import choose
+from polyturn.report.trajectories import TokenReader, show, verdict
+from polyturn.report.write import write_report
 from tests.unit.fake_run import NUM_TEST, make_run
 
 
@@ -49,7 +50,7 @@ class Tags(HTMLParser):
             assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("module", [report_charts, report_details, report_trajectories])
+@pytest.mark.parametrize("module", [charts, details, trajectories])
 def test_docstring_examples_hold(module: object):
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from polyturn.params import TrackingParams
-from polyturn.report_data import read_run
+from polyturn.report.data import read_run
 from polyturn.tracking import open_run
 from polyturn.tracking.traces import log_trajectories
 from tests.unit.fake_run import make_run

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from polyturn.report_data import RunData, Scores
+from polyturn.report.data import RunData, Scores
 
 NAMES: Mapping[str, str] = {"warmstart": "warm start", "policy": "after training"}
 

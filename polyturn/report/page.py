@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from polyturn.report_charts import Bar, Line, Numbers, bar_chart, line_chart, short
-from polyturn.report_data import POLICIES, DataCounts, RunData, Scores
-from polyturn.report_details import (
+from polyturn.report.charts import Bar, Line, Numbers, bar_chart, line_chart, short
+from polyturn.report.data import POLICIES, DataCounts, RunData, Scores
+from polyturn.report.details import (
     NAMES,
     Command,
     Fact,
@@ -23,7 +23,7 @@ from polyturn.report_details import (
     time_bars,
     versions_of,
 )
-from polyturn.report_trajectories import Shown, TokenReader, show, verdict
+from polyturn.report.trajectories import Shown, TokenReader, show, verdict
 from polyturn.statistics import paired_difference
 from polyturn.trajectories import TrajectoryEntry
 

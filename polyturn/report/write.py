@@ -8,9 +8,9 @@ from pathlib import Path
 from markupsafe import Markup
 
 from polyturn import layout
-from polyturn.report_data import picture_directories, read_run
-from polyturn.report_page import build_page
-from polyturn.report_trajectories import TEMPLATES, Pictures, TokenReader
+from polyturn.report.data import picture_directories, read_run
+from polyturn.report.page import build_page
+from polyturn.report.trajectories import TEMPLATES, Pictures, TokenReader
 
 
 def write_report(root: Path) -> Path:
