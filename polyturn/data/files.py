@@ -27,7 +27,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def publish(built: Path, out: Path) -> None:
     """Replace `out` by a finished directory (a rename where both lie on one disk)."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out, ignore_errors=True)
+    if out.exists():
+        shutil.rmtree(out)
     shutil.move(built, out)
 
 

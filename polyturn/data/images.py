@@ -71,33 +71,9 @@ def build_image_store(
     job.logs.mkdir(parents=True, exist_ok=True)
     before = read_quarantine(job.raw / "quarantine.jsonl")
     with Ledger(job.work / "ledger.sqlite") as ledger, FetchCache(job.cache) as cache:
-        counts: Counter[str] = Counter()
-
-        def emit(done: RowResult) -> None:
-            ledger.add(done.ordinal, done.row, done.outcomes)
-            counts.update(done.counts)
-            counts["images"] += len(done.outcomes)
-            counts["set_aside"] += any(outcome.reason for outcome in done.outcomes)
-            on_row(counts)
-
-        _engine(job, cache)(emit)
-        if counts["wrong_types"]:
-            _log.warning(
-                "%d data: URIs name another type than their content has; the content counts",
-                counts["wrong_types"],
-            )
+        counts = _process(job, ledger, cache, on_row)
         num_shared = ledger.set_aside_shared() if job.dedup_splits else 0
-        reasons = ledger.reasons() + Counter(row.reason for row in before)
-        report = ImageReport(
-            num_rows=reasons.total(),
-            num_kept=reasons.pop("", 0),
-            num_shared=num_shared,
-            reasons=dict(sorted(reasons.items())),
-            num_fetched=counts["fetched"],
-            num_cache_hits=counts["cache_hits"],
-            num_bytes=counts["bytes"],
-            num_images=counts["images"],
-        )
+        report = _report(counts, ledger.reasons(), before, num_shared)
         try:
             _check(report, job)
         except TooManyBadRowsError:
@@ -108,6 +84,44 @@ def build_image_store(
     publish(job.work / "out", job.out)
     shutil.rmtree(job.work, ignore_errors=True)
     return report
+
+
+def _process(
+    job: ImageJob, ledger: Ledger, cache: FetchCache, on_row: Callable[[Mapping[str, int]], None]
+) -> Counter[str]:
+    """Run all rows through the engine into the ledger; returns the counts."""
+    counts: Counter[str] = Counter()
+
+    def emit(done: RowResult) -> None:
+        ledger.add(done.ordinal, done.row, done.outcomes)
+        counts.update(done.counts)
+        counts["images"] += len(done.outcomes)
+        counts["set_aside"] += any(outcome.reason for outcome in done.outcomes)
+        on_row(counts)
+
+    _engine(job, cache)(emit)
+    if counts["wrong_types"]:
+        _log.warning(
+            "%d data: URIs name another type than their content has; the content counts",
+            counts["wrong_types"],
+        )
+    return counts
+
+
+def _report(
+    counts: Counter[str], reasons: Counter[str], before: list[SetAside], num_shared: int
+) -> ImageReport:
+    by_reason = reasons + Counter(row.reason for row in before)
+    return ImageReport(
+        num_rows=by_reason.total(),
+        num_kept=by_reason.pop("", 0),
+        num_shared=num_shared,
+        reasons=dict(sorted(by_reason.items())),
+        num_fetched=counts["fetched"],
+        num_cache_hits=counts["cache_hits"],
+        num_bytes=counts["bytes"],
+        num_images=counts["images"],
+    )
 
 
 def _engine(job: ImageJob, cache: FetchCache) -> Callable[[Emit], None]:

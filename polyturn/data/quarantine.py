@@ -53,12 +53,12 @@ def reason_table(counts: Counter[str] | dict[str, int], total: int) -> str:
     """A table of reasons and counts for a person, the most frequent first.
 
     >>> print(reason_table({"timeout": 1, "http_404": 3}, 8))
-    reason    rows  share
-    http_404     3  37.5%
-    timeout      1  12.5%
+    reason      rows   share
+    http_404       3   37.5%
+    timeout        1   12.5%
     """
     width = max([len("reason"), *map(len, counts)])
-    lines = [f"{'reason':<{width}}  {'rows':>5} {'share':>6}".replace("   rows", "  rows", 1)]
+    lines = [f"{'reason':<{width}}  {'rows':>6}  {'share':>6}"]
     for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        lines.append(f"{reason:<{width}}  {count:>4}  {count / max(total, 1):>5.1%}")
+        lines.append(f"{reason:<{width}}  {count:>6}  {count / max(total, 1):>6.1%}")
     return "\n".join(lines)

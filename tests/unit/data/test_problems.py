@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 from pathlib import Path
 
 import pytest
 
-from polyturn.data import fit, problem_row, read_problems
+from polyturn.data import fit, problem_row, quarantine, read_problems, urls
 from polyturn.data.files import write_jsonl
 from polyturn.data.problems import split_tags
 from polyturn.types import ImageRecord, Message, Problem
@@ -86,6 +87,12 @@ def test_prompts_beyond_the_limit_are_set_aside_by_name() -> None:
     [row] = set_aside
     assert (row.id, row.split, row.stage, row.reason) == ("p5", "test", "model", "prompt_too_long")
     assert "5 tokens" in row.detail
+
+
+def test_examples_in_docstrings_are_true() -> None:
+    for module in (quarantine, urls):
+        result = doctest.testmod(module)
+        assert (result.failed, result.attempted) == (0, 1)
 
 
 def test_a_writer_that_fails_leaves_no_file(tmp_path: Path) -> None:

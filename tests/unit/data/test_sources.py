@@ -348,3 +348,24 @@ def test_real_geometry3k_passes_whole_with_its_answers(tmp_path: Path) -> None:
         assert "<image>" + problem.messages[0].text == truth[problem.id]["problem"]
     again = stage.finish(stage.job(dedup_splits=False, max_bad_fraction=0.0, size_multiple=32))
     assert (again.report.num_fetched, again.report.num_cache_hits) == (0, 120)
+
+
+@pytest.mark.full
+def test_all_of_geometry3k_is_kept_and_its_shared_pictures_are_found(tmp_path: Path) -> None:
+    """1,959 problems, of which 143 pictures lie in more than one split."""
+    if not GEO3K.is_dir():
+        pytest.skip(f"{GEO3K} is absent: real problems are not part of the project")
+    base = "http://figures.polyturn.test/geo3k"
+    stage = Stage(tmp_path)
+    _write(stage.root / "raw", source="geo3k", path=str(GEO3K), base_url=base, **ALL)
+    done = stage.finish(stage.job(dedup_splits=False, max_bad_fraction=0.0, size_multiple=32))
+    assert (done.report.num_kept, done.report.num_fetched) == (1959, 1959)
+    splits: dict[str, set[str]] = {}
+    for problem in read_problems(done.out / "problems.jsonl", done.out):
+        splits.setdefault(problem.images[0].sha256, set()).add(problem.split)
+    assert sum(len(names) > 1 for names in splits.values()) == 143
+    done = stage.finish(stage.job(max_bad_fraction=0.0, size_multiple=32))
+    assert (done.report.num_cache_hits, done.report.num_fetched) == (1959, 0)
+    with_train = {sha for sha, names in splits.items() if len(names) > 1 and "train" in names}
+    assert done.report.num_shared == len(done.set_aside) == 165
+    assert len(with_train) == 132
