@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
@@ -81,9 +84,18 @@ class Policy:
 
 
 def family_of(model: PreTrainedModel, processor: Processor) -> Family:
-    """Read the family facts off a loaded model and its processor."""
+    """Read the family facts off a loaded model and its processor.
+
+    Raises:
+        ModelError: the tokenizer lacks one of the special tokens.
+    """
     tokenizer = processor.tokenizer
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (*IMAGE_TOKENS, END_OF_TURN)}
+    missing = [token for token, token_id in ids.items() if token_id is None]
+    if missing:
+        raise ModelError(
+            f"model.path: the tokenizer lacks {' '.join(missing)}; is tokenizer.json that of a Qwen-VL?"
+        )
     vision = model.config.vision_config
     return Family(
         model_type=model.config.model_type,
@@ -120,16 +132,16 @@ def load(params: ModelParams, directory: Path) -> Policy:
             dtype=DTYPES[params.dtype],
             attn_implementation=params.attention,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below with the other misfits
             output_loading_info=True,
         )
         processor = load_processor(directory, model_type)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(
             f"model.path: {directory} cannot be loaded: {' '.join(str(error).split())[:300]}"
         ) from None
-    wrong = {
-        kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys") if report[kind]
-    }
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    wrong = {kind: sorted(report[kind]) for kind in kinds if report[kind]}
     if wrong:
         raise ModelError(f"model.path: tensors of {directory} do not fit its config: {wrong}")
     return wrap(model, processor)
@@ -204,12 +216,22 @@ def save(policy: Policy, directory: Path) -> None:
     """Write a policy as an ordinary Hugging Face directory, in place of what was there.
 
     The directory appears whole or not at all: it is written beside its place and renamed.
+
+    Raises:
+        OSError: it cannot be written.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    policy.model.save_pretrained(partial, safe_serialization=True)
-    cast("ProcessorMixin", policy.processor).save_pretrained(partial)
+    try:
+        policy.model.save_pretrained(partial, safe_serialization=True)
+        cast("ProcessorMixin", policy.processor).save_pretrained(partial)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        number = re.search(r"os error (\d+)", str(error))
+        if isinstance(error, SafetensorError) and number:  # a full disk, told in words only
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(directory)) from None
+        raise
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
 
