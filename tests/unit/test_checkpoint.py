@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from polyturn.run_state import Best, RunState
 from tests.unit import tiny
 
 
-def write_text(text: str) -> checkpoint.Callable[[Path], None]:
+def write_text(text: str) -> Callable[[Path], None]:
     def write(directory: Path) -> None:
         (directory / "weights").write_text(text)
 
@@ -124,17 +122,6 @@ def test_a_kill_while_writing_leaves_the_earlier_checkpoint(tmp_path: Path) -> N
     assert not partial.exists()
 
 
-@contextmanager
-def full_disk(at_bytes: int) -> Iterator[None]:
-    """No file may grow beyond `at_bytes`, as if the disk were full there."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (at_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_learner_that_runs_out_of_disk_raises_what_a_full_disk_raises(
     policy: Policy, tmp_path: Path
 ) -> None:
@@ -145,7 +132,7 @@ def test_a_learner_that_runs_out_of_disk_raises_what_a_full_disk_raises(
     params = tiny.params()
     learner = FsdpLearner(own, Renderer(own), params.learner, params.loss, 1.0)
     checkpoint.save(tmp_path, 2, {"step": 2}, learner.save)
-    with full_disk(100_000), pytest.raises(OSError, match="File too large"):
+    with tiny.full_disk(100_000), pytest.raises(OSError, match="File too large"):
         checkpoint.save(tmp_path, 3, {"step": 3}, learner.save)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
     assert newest(tmp_path) == 2

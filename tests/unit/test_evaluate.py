@@ -102,7 +102,7 @@ def play(
         return f"\\boxed{{{answers[request.images[0].sha256]}}}"
 
     class Forgetful(ScriptedSampler):
-        async def generate(self, requests):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        async def generate(self, requests):  # type: ignore[no-untyped-def]
             self.turns.clear()
             return await super().generate(requests)
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyturn.data import fit
 from polyturn.envs.zoom import TOOLS
 from polyturn.model import Policy
 from polyturn.render import Renderer, TemplateError
-from polyturn.types import Message
+from polyturn.types import Message, Problem
 from tests.unit import templates, tiny
 
 SYSTEM = Message("system", (" ".join(["Look at the figure with care."] * 12),))
@@ -102,6 +103,27 @@ def test_engine_ids_hold_one_pad_per_picture_and_token_ids_one_per_visual_token(
     assert [i for i in rendered.engine_ids if i != pad] == [
         i for i in rendered.token_ids if i != pad
     ]
+
+
+def test_a_prompt_that_does_not_fit_is_set_aside_whole(renderer: Renderer) -> None:
+    """The limit falls inside the pads of a picture at the end: no row with part of a picture (EasyR1 #76)."""
+    picture = tiny.picture(256, 256, 3)
+    problem = Problem("p-1", "train", (Message("user", ("Find x.", picture)),), "12")
+    rendered = renderer.prompt(problem.messages)
+    last_pad = max(
+        place
+        for place, token in enumerate(rendered.token_ids)
+        if token == renderer.family.image_token_id
+    )
+
+    def count(row: Problem) -> int:
+        return len(renderer.prompt(row.messages).token_ids)
+
+    kept, (aside,) = fit([problem], count, last_pad - 3)
+    assert kept == []
+    assert (aside.id, aside.reason) == ("p-1", "prompt_too_long")
+    kept, aside_ = fit([problem], count, len(rendered.token_ids))
+    assert (kept, aside_) == ([problem], [])
 
 
 def test_grid_is_what_the_processor_makes_of_a_picture(policy: Policy, renderer: Renderer) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -231,6 +233,17 @@ def training_sample(
         images=tuple(images),
         advantage=advantage,
     )
+
+
+@contextmanager
+def full_disk(at_bytes: int) -> Iterator[None]:
+    """No file may grow beyond `at_bytes`, as if the disk were full there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (at_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class Metrics:

@@ -1,0 +1,93 @@
+"""The key of work in progress: what changes it and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polyturn.params import Params, merge, parse
+from polyturn.work_key import work_key
+
+DVC = """
+stages:
+  train:
+    cmd: python -m tasks.train
+    deps: [data, code.py]
+    params: [seed, rollout, learner, train]
+    outs: [out]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with one stage and its deps."""
+    (tmp_path / "dvc.yaml").write_text(DVC)
+    (tmp_path / "code.py").write_text("a = 1\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows").write_text("1\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def params(**changes: object) -> Params:
+    return parse(merge({}, changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"steps": 7}},
+        {"train": {"checkpoint_every": 7}},
+        {"train": {"resume": "never"}},
+        {"train": {"work_uri": "/tmp/elsewhere"}},
+        {"evaluate": {"greedy": False}},
+        {"tracking": {"experiment": "other"}},
+    ],
+)
+def test_how_far_and_where_a_run_goes_does_not_change_its_key(
+    project: Path, changes: dict[str, object]
+) -> None:
+    assert work_key("train", params(**changes)) == work_key("train", params())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1},
+        {"rollout": {"temperature": 0.9}},
+        {"learner": {"decay_steps": 7}},
+        {"train": {"updates_per_rollout": 1}},
+        {"train": {"eval_every": 7}},
+    ],
+)
+def test_params_that_change_the_numbers_change_the_key(
+    project: Path, changes: dict[str, object]
+) -> None:
+    assert work_key("train", params(**changes)) != work_key("train", params())
+
+
+def test_code_and_data_change_the_key_and_caches_do_not(project: Path) -> None:
+    keys = [work_key("train", params())]
+    (project / "code.py").write_text("a = 2\n")
+    keys.append(work_key("train", params()))
+    (project / "data" / "rows").write_text("2\n")
+    keys.append(work_key("train", params()))
+    (project / "data" / "more").write_text("")
+    keys.append(work_key("train", params()))
+    assert len(set(keys)) == 4
+    (project / "data" / "__pycache__").mkdir()
+    (project / "data" / "__pycache__" / "x.pyc").write_text("x")
+    assert work_key("train", params()) == keys[-1]
+
+
+def test_another_checkout_of_the_same_files_has_the_same_key(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil  # noqa: PLC0415
+
+    key = work_key("train", params())
+    other = tmp_path_factory.mktemp("elsewhere") / "copy"
+    shutil.copytree(project, other)
+    monkeypatch.chdir(other)
+    assert work_key("train", params()) == key
