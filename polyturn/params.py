@@ -177,8 +177,8 @@ class WarmstartParams(Section):
     """Supervised warm start (also the SFT recipe); no phases: the base model is passed on."""
 
     examples: ObjectPath = "polyturn.envs.zoom:demonstrations"  # (kind, problem, rng, params)
-    lr: PositiveFloat = 2e-3
-    warmup_steps: NonNegativeInt = 30
+    lr: PositiveFloat = 3e-3
+    warmup_steps: NonNegativeInt = 100
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     weight_decay: NonNegativeFloat = 0.01
     grad_clip: PositiveFloat = 1.0
