@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch
 
 from polyturn import grpo, model, run_state, trajectories
 from polyturn.checkpoint import CheckpointError
+from polyturn.envs.demonstration import Demonstration, Say
 from polyturn.grpo import Parts, TrainingError
 from polyturn.learner.base import UpdateStats
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.metrics import curve_csv
 from polyturn.model import Policy
-from polyturn.params import Params
+from polyturn.params import Params, PhaseParams, WarmstartParams
 from polyturn.progress import Progress
 from polyturn.recorder import Recorder
 from polyturn.render import Renderer
@@ -27,7 +29,8 @@ from polyturn.rollout import FailureBudgetError
 from polyturn.run_state import Best
 from polyturn.sampler.hf import HfSampler
 from polyturn.schedule import lr_scale
-from polyturn.types import TrainingSample
+from polyturn.types import Problem, TrainingSample, Trajectory
+from polyturn.warmstart import warm_start
 from tests.unit import tiny
 
 TRAIN, VALIDATION = tiny.problems(6), tiny.problems(4, "validation")
@@ -86,19 +89,37 @@ class Run:
         }
 
 
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """Taught to end its replies, so that conversations have several turns."""
+    own = tiny.qwen3()
+    phase = PhaseParams(name="end", mix={"easy": 1.0}, batch_size=8, max_steps=12)
+    params = WarmstartParams(
+        examples="tests.unit.test_grpo:short_reply", lr=5e-3, warmup_steps=1, phases=(phase,)
+    )
+    warm_start(own, Renderer(own), TRAIN, params, seed=0, on_step=lambda _: None)
+    return own
+
+
+def short_reply(kind: str, problem: Problem, rng: random.Random) -> Demonstration:
+    """A prompt like those of training and a reply of a few letters."""
+    return Demonstration(problem.messages, (Say("abcdefgh"[: rng.randint(1, 4)]),), kind)
+
+
 @pytest.fixture
 def params() -> Params:
-    """Four steps of 2 x 3 short trajectories; a reward that random replies do not all share."""
+    """Four steps of 2 x 3 trajectories of up to 3 turns, each with a new picture, and a reward that differs."""
     return tiny.params(
         reward={"terms": [{"term": "tests.unit.test_grpo:parity"}]},
-        env={"build": "polyturn.envs.zoom:build_env"},
+        env={"build": "tests.unit.toy_envs:build_shower"},
+        rollout={"max_turns": 3, "max_new_tokens": 24},
     )
 
 
-def parity(trajectory: object, problem: object) -> float:
-    """Whether the last sampled token is even: something that a random policy gets half of the time."""
+def parity(trajectory: Trajectory, problem: Problem) -> float:
+    """Whether the sampled ids sum to an even number, which they do half of the time."""
     del problem
-    return float(int(trajectory.token_ids[trajectory.loss_mask == 1][-1]) % 2)  # type: ignore[attr-defined]
+    return float(int(trajectory.token_ids[trajectory.loss_mask == 1].sum()) % 2)
 
 
 def test_resumed_run_has_the_bytes_of_one_never_stopped(
@@ -145,8 +166,10 @@ def test_run_learns_from_something_and_every_step_is_in_the_history(
         (g, s) for g in (0, 1) for s in (0, 1, 2)
     ]
     assert {r["policy_version"] for r in records} == {1}
+    assert max(metrics["multi_turn/turns/max"] for metrics in history) == 3
     pictures = {path.stem for path in (tmp_path / "trajectories" / "png").glob("*.png")}
     made = {sha for r in records for turn in r["turns"] for sha in turn["observation_images"]}
+    assert made
     assert made <= pictures
 
 
@@ -344,7 +367,7 @@ def test_groups_without_variance_take_no_update(
     assert metrics["rollout/zero_std/count"] == 2.0
 
 
-def nothing(trajectory: object, problem: object) -> float:
+def nothing(trajectory: Trajectory, problem: Problem) -> float:
     """A reward that is 0 for all."""
     del trajectory, problem
     return 0.0

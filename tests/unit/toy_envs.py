@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from polyturn.envs.base import Observation
+from polyturn.envs.zoom import REGIONS, cut, region_box
 from polyturn.types import Problem
 
 
@@ -22,3 +23,20 @@ def build_talker(problem: Problem, params: Mapping[str, object]) -> Talker:
     if problem.id in params.get("broken", ()):  # type: ignore[operator]
         raise RuntimeError(f"no environment for {problem.id}")
     return Talker()
+
+
+class Shower:
+    """Shows a region of the picture after every reply; which one depends on the reply. Never done by itself."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._picture = problem.images[0]
+
+    def step(self, response_text: str) -> tuple[Observation, bool, dict[str, object]]:
+        region = list(REGIONS)[sum(response_text.encode()) % 4]
+        crop = cut(self._picture, region_box(region, 0.25))
+        return Observation(region, (crop,)), False, {"region": region}
+
+
+def build_shower(problem: Problem) -> Shower:
+    """Make a Shower."""
+    return Shower(problem)
