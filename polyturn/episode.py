@@ -79,7 +79,7 @@ class Episode:
                 self.settings.rollout.max_turns,
                 derive(self.settings.seed, "env", self.problem.id, self.sibling),
             )
-            self.env = build(self.settings.build_env, context)
+            self.env = cast("Env", await self._call(build, self.settings.build_env, context))
             first = await self._reset(self.env, context.seed)
             tools = cast("Sequence[ToolSchema]", getattr(self.env, "tools", ()) or ())
             messages = [*self.problem.messages, *([first] if first else [])]

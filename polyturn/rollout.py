@@ -77,7 +77,7 @@ async def rollout(
         with lowered_by(f"sampling {len(live)} trajectories", _memory_keys(settings.rollout)):
             replies = await sampler.generate([episode.request() for episode in live])
         await asyncio.gather(*(e.advance(reply) for e, reply in zip(live, replies, strict=True)))
-    finished = [await episode.finish() for episode in episodes]
+    finished = await asyncio.gather(*(episode.finish() for episode in episodes))
     _check_failures(finished, settings.env.max_failure_fraction)
     graded = _grade(finished, settings.reward)
     size = draw.group_size
