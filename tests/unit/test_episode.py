@@ -49,7 +49,7 @@ class Scenes:
 
 def run(
     renderer: Renderer,
-    env: object,
+    env: object | Callable[[], object],
     script: tiny.Script,
     *,
     limits: RolloutParams = LIMITS,
@@ -59,7 +59,8 @@ def run(
 ) -> tuple[Trajectory, ScriptedSampler]:
     """One episode from start to finish, and the sampler with what it was asked."""
     env_params = EnvParams(tools_in_prompt=tools, step_timeout_s=timeout_s)
-    shared = EpisodeSettings(renderer, lambda: env, env_params, limits, 7, 1.0)
+    build = env if callable(env) else lambda: env
+    shared = EpisodeSettings(renderer, build, env_params, limits, 7, 1.0)
     sampler = ScriptedSampler(renderer, script)
 
     async def play() -> Trajectory:
@@ -430,6 +431,10 @@ def test_synchronous_environments_run_off_the_event_loop(renderer: Renderer) -> 
     threads: list[int] = []
 
     class Recording(Scenes):
+        def __init__(self) -> None:
+            super().__init__()
+            threads.append(threading.get_ident())
+
         def reset(self) -> None:
             threads.append(threading.get_ident())
 
@@ -440,8 +445,8 @@ def test_synchronous_environments_run_off_the_event_loop(renderer: Renderer) -> 
         def close(self) -> None:
             threads.append(threading.get_ident())
 
-    run(renderer, Recording(None), tiny.saying("a"))
-    assert len(threads) == 3
+    run(renderer, Recording, tiny.saying("a"))
+    assert len(threads) == 4
     assert threading.get_ident() not in threads
 
 
@@ -487,6 +492,15 @@ def test_first_observation_joins_the_prompt_and_reset_gets_a_seed(renderer: Rend
     expected = renderer.prompt([*PROBLEM.messages, board])
     assert sampler.requests[0][0].engine_ids == expected.engine_ids
     assert trajectory.images == expected.images == again.images
+
+
+def test_slow_build_times_out(renderer: Renderer) -> None:
+    def build() -> object:
+        time.sleep(1)
+        return Scenes(None)
+
+    trajectory, _ = run(renderer, build, tiny.saying(), timeout_s=0.1)
+    assert trajectory.stop_reason is StopReason.ENV_TIMEOUT
 
 
 def test_slow_reset_times_out(renderer: Renderer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -140,6 +141,13 @@ def test_environments_that_cannot_be_built_fail_their_trajectories(renderer: Ren
     )
     assert {t.stop_reason for t in groups[0].trajectories} == {StopReason.ENV_ERROR}
     assert {t.stop_reason for t in groups[1].trajectories} == {StopReason.ENV_DONE}
+
+
+def test_environments_are_closed_side_by_side(renderer: Renderer) -> None:
+    using = settings(close_s=0.3)
+    started = time.monotonic()
+    play(ScriptedSampler(renderer, by_session({})), renderer, using)
+    assert time.monotonic() - started < 1.2  # one after the other: 6 x 0.3 s
 
 
 def test_an_unknown_environment_is_named_with_its_key(renderer: Renderer) -> None:
