@@ -12,8 +12,9 @@ from polyturn.model import Policy
 from polyturn.processor import END_OF_TURN
 from polyturn.types import ImageRecord, Json, Message
 
-# A conversation after which an observation is rendered; what it says is cut off again.
-_BEFORE = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
+# A conversation after which an observation is rendered; it is cut off again after the reply's end token.
+_REPLY = "reply"
+_BEFORE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY})
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,10 @@ class Renderer:
         size = cast("Mapping[str, int]", policy.processor.image_processor.size)
         self._min_pixels = int(size["shortest_edge"])
         self._max_pixels = int(size["longest_edge"])
-        self._prefix = self._text(_BEFORE, continues=False).removesuffix("\n")
-        if not self._prefix.endswith(END_OF_TURN):
+        shown = self._text(_BEFORE, continues=False)
+        if _REPLY + END_OF_TURN not in shown:
             raise TemplateError(
-                f"the chat template must end an assistant message with {END_OF_TURN}, "
-                f"got {self._prefix[-40:]!r}"
+                f"the chat template must end an assistant message with {END_OF_TURN}, got {shown[-40:]!r}"
             )
         self._encoded: dict[str, tuple[int, ...]] = {}
 
@@ -63,15 +63,17 @@ class Renderer:
     def observation(self, message: Message) -> Rendered:
         """What follows a reply's end token: the newline, the message and the next assistant header.
 
+        What the template does to the turns before (some drop their thoughts) does not matter: they are never
+        rendered again.
+
         Raises:
-            TemplateError: the template rewrites what stands before the observation.
+            TemplateError: the template drops the reply before the observation.
         """
         text = self._text([*_BEFORE, _chat(message)])
-        if not text.startswith(self._prefix):
-            raise TemplateError(
-                "the chat template does not keep its prefix when a message is added"
-            )
-        return self._rendered(text.removeprefix(self._prefix), message.images)
+        _, found, after = text.partition(_REPLY + END_OF_TURN)
+        if not found:
+            raise TemplateError("the chat template drops a reply when a message is added")
+        return self._rendered(after, message.images)
 
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()
