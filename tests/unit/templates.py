@@ -49,13 +49,26 @@ SHORT = """\
 {%- if add_generation_prompt -%}<|im_start|>{%- endif -%}
 """
 
-# Numbers its messages, so that what stood before changes with what comes after.
-COUNTS_MESSAGES = """\
-{{ messages | length }} messages
-{% for message in messages -%}
+# Qwen3, thinking: the last reply gets an empty thought, which goes when a user speaks again.
+EMPTY_THOUGHT = """\
+{%- for message in messages -%}
 <|im_start|>{{ message.role }}
+{% if message.role == 'assistant' and loop.last -%}<think>
+
+</think>
+
+{% endif -%}
 {{ message.content }}<|im_end|>
 {% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+<think>
+{% endif -%}
+"""
+
+ONLY_LAST = """\
+<|im_start|>{{ messages[-1].role }}
+{{ messages[-1].content }}<|im_end|>
 """
 
 NO_END = "{%- for message in messages -%}{{ message.content }}{%- endfor -%}"

@@ -264,6 +264,11 @@ def test_last_turn_is_stepped_and_its_observation_neither_kept_nor_rendered(
     assert [turn.observation is None for turn in trajectory.turns] == [False, True]
     assert trajectory.token_ids[-1] == renderer.family.end_of_turn_id
     assert "two" not in renderer.decode(trajectory.token_ids.tolist())
+    unrenderable = Scenes("one", "<|image_pad|>")
+    trajectory, _ = run(
+        renderer, unrenderable, tiny.saying("a", "b"), limits=replace_limits(max_turns=2)
+    )
+    assert trajectory.stop_reason is StopReason.MAX_TURNS
 
 
 def test_reply_cut_at_its_length_truncates_and_is_not_stepped(renderer: Renderer) -> None:

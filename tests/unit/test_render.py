@@ -164,9 +164,15 @@ def test_template_that_strips_thoughts_still_appends(policy: Policy) -> None:
     assert renderer.decode(again.token_ids).count("<think>a</think>b") == 1
 
 
-def test_template_that_rewrites_the_past_is_refused(policy: Policy) -> None:
-    renderer = with_template(policy, templates.COUNTS_MESSAGES)
-    with pytest.raises(TemplateError, match="does not keep its prefix"):
+def test_template_that_drops_a_thought_when_the_user_speaks_still_appends(policy: Policy) -> None:
+    renderer = with_template(policy, templates.EMPTY_THOUGHT)
+    shown = renderer.decode(renderer.observation(Message("user", ("No.",))).token_ids)
+    assert shown == "\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
+def test_template_that_drops_the_reply_is_refused(policy: Policy) -> None:
+    renderer = with_template(policy, templates.ONLY_LAST)
+    with pytest.raises(TemplateError, match="drops a reply when a message is added"):
         renderer.observation(Message("user", ("No.",)))
 
 
