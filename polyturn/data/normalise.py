@@ -7,7 +7,6 @@ import io
 import logging
 import math
 import struct
-import warnings
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -106,15 +105,13 @@ def normalise(data: bytes, limits: ImagesParams) -> NormalisedImage:
     kind = check_raster(data)
     _check_complete(data, kind)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(data), formats=(kind,))
+        image = Image.open(io.BytesIO(data), formats=(kind,))
         info = _inspect(image, kind, limits)
         image.load()
         rgb = to_rgb(_upright(image))
     except RowError:
         raise
-    except (Image.DecompressionBombError, MemoryError) as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning, MemoryError) as error:
         raise RowError("too_many_pixels", str(error)) from None
     except UnidentifiedImageError:
         raise RowError("corrupt", f"starts like {kind} and cannot be read as such") from None

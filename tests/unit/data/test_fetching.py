@@ -10,7 +10,9 @@ import zlib
 
 import pytest
 
+from polyturn.data.cache import FetchCache
 from polyturn.data.fetching import retry_after_s
+from polyturn.data.quarantine import RowError
 from tests.unit.data.stage import Stage
 from tests.unit.data.web import Answer, Request, Web, png, reply
 
@@ -99,8 +101,10 @@ def test_a_page_instead_of_a_picture_is_described_not_dumped(
     assert row.reason == "not_an_image"
     assert all(word in row.detail for word in (url, "status 200", kind, "html"))
     assert "back soon" not in row.detail
-    bodies = [path for path in (stage.root / "cache" / "bodies").rglob("*") if path.is_file()]
-    assert len(bodies) == 1
+    with FetchCache(stage.root / "cache") as cache:
+        assert cache.get(good) is not None
+        with pytest.raises(RowError, match="not_an_image"):
+            cache.get(url)
 
 
 def test_the_user_agent_is_ours_and_a_true_403_is_asked_once(web: Web, stage: Stage) -> None:

@@ -271,6 +271,7 @@ def _bomb(side: int) -> bytes:
     )
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("side", [10_000, 30_000])
 def test_a_decompression_bomb_is_refused_from_its_header(side: int) -> None:
     """IMG-17."""
@@ -317,6 +318,7 @@ def test_an_empty_body_and_a_damaged_header_have_reasons_of_their_own() -> None:
     assert _reason(b"BM" + b"\0" * 60) == "corrupt"
 
 
+@pytest.mark.filterwarnings("ignore")
 @given(st.binary(max_size=300), st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"]))
 @settings(max_examples=200, deadline=None)
 def test_no_bytes_raise_anything_but_a_reason(noise: bytes, kind: str) -> None:
