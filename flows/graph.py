@@ -11,6 +11,7 @@ from typing import cast
 import networkx as nx
 from dvc.lock import LockError
 from dvc.repo import Repo
+from dvc.stage import PipelineStage
 
 from polyturn.workspace import WorkspaceError
 
@@ -47,17 +48,28 @@ def read(root: Path, *, wait_s: float = _LOCK_WAIT_S) -> Graph:
             time.sleep(2)
 
 
+def order(root: Path) -> tuple[str, ...]:
+    """Stage names in the order in which they run; needs no lock."""
+    with Repo(str(root)) as repo:
+        return tuple(str(stage.name) for stage in _in_order(repo))
+
+
 def _read(root: Path) -> Graph:
     with Repo(str(root)) as repo:
-        stages = list(reversed(list(nx.topological_sort(repo.index.graph))))
+        stages = _in_order(repo)
         status = cast("Mapping[str, Sequence[object]]", repo.status())
     # DVC addresses a stage relative to the current directory, which need not be `root`
     stale = {
-        str(stage.name): tuple(_reasons(status[stage.addressing]))
+        str(stage.name): tuple(_reasons(status[str(stage.addressing)]))
         for stage in stages
         if stage.addressing in status
     }
     return Graph(tuple(str(stage.name) for stage in stages), stale)
+
+
+def _in_order(repo: Repo) -> list[PipelineStage]:
+    # an edge of DVC's graph points from a stage to what it depends on
+    return list(reversed(list(nx.topological_sort(repo.index.graph))))
 
 
 def _reasons(entries: Sequence[object]) -> list[str]:

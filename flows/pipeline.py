@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import httpx
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
 from pydantic import JsonValue
 
 from flows import graph, summary
@@ -26,6 +28,7 @@ from tasks.failure import FAILURE, USER_ERROR
 from tasks.stage import StageFailedError, StageReport, run_dvc_stage
 
 ROOT = Path(__file__).resolve().parent.parent
+_SERVER_S = 5.0
 _KEPT = (layout.PARAMS, layout.DVC_LOCK, layout.METRICS, layout.REGISTERED, layout.REPORT)
 
 
@@ -122,6 +125,20 @@ def _finish(place: Place, reports: list[StageReport]) -> None:
     get_run_logger().info("finished\n%s", summary.text_table(rows))
 
 
+def _check_server() -> None:
+    """Fail early where a Prefect server is named and does not answer; none named: a temporary one starts."""
+    url = get_current_settings().api.url
+    if url is None:
+        return
+    try:
+        httpx.get(f"{url}/health", timeout=_SERVER_S).raise_for_status()
+    except httpx.HTTPError as error:
+        raise ValueError(
+            f"PREFECT_API_URL: the Prefect server at {url} does not answer ({error}); start it, or run "
+            "`make services-stop` to forget the one of `make services`"
+        ) from None
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the flow from the command line; exit 2 for what the user has to mend."""
     parser = argparse.ArgumentParser(prog="python -m flows.pipeline", description=__doc__)
@@ -133,6 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         overrides = cast("dict[str, JsonValue]", workspace.parse_pairs(chosen.pairs))
         workspace.compose(ROOT, recipe=chosen.recipe, overrides=overrides)
+        _check_server()
         pipeline(recipe=chosen.recipe, overrides=overrides, in_worktree=chosen.worktree)
     except StageFailedError as error:
         return FAILURE if error.outcome.is_retryable else USER_ERROR

@@ -37,7 +37,7 @@ _LOCKED = ("Unable to acquire lock", "it is being blocked by")
 # dvc's advice to the reader of a terminal
 _NOISE = (
     "Generating lock file", "Updating lock file", "To track the changes with git", "git add ",
-    "To enable auto staging", "dvc config core.autostage", "Use `dvc push`", "> python -m tasks.",
+    "To enable auto staging", "dvc config core.autostage", "Use `dvc push`", "> python -m tasks.", "Data and pipelines are up to date",
 )  # fmt: skip
 
 Result = Literal["ran", "restored", "unchanged"]

@@ -39,7 +39,7 @@ def test_the_flow_runs_the_stages_in_the_order_of_dvc_yaml(
     root: Path, stages: dict[str, Stage]
 ) -> None:
     assert tuple(stages) == STAGES
-    assert graph.read(root).order == STAGES
+    assert graph.order(root) == STAGES
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -150,6 +150,13 @@ def test_a_run_in_a_worktree_leaves_the_checkout_alone(toy: Toy, server: dict[st
     assert "is cached - skipping run" in again.stdout
 
 
+def test_a_prefect_server_that_does_not_answer_is_named(toy: Toy) -> None:
+    project = toy(one="pass")
+    result = project.run(*FLOW, PREFECT_API_URL="http://127.0.0.1:9/api")
+    assert result.returncode == 2
+    assert "error: PREFECT_API_URL: the Prefect server at http://127.0.0.1:9/api" in result.stdout
+
+
 def test_a_port_in_use_is_named(toy: Toy) -> None:
     project = toy(one="pass")
     with socket.socket() as taken:
