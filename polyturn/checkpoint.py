@@ -46,6 +46,12 @@ def save(
     return final
 
 
+def states(directory: Path) -> list[Mapping[str, Json]]:
+    """The states of all kept checkpoints whose marker can be read, oldest first."""
+    markers = sorted(directory.glob(f"step_*/{MARKER}"))
+    return [json.loads(marker.read_text())["state"] for marker in markers]
+
+
 def latest(directory: Path) -> tuple[Path, Mapping[str, Json]] | None:
     """The newest complete checkpoint and its state; damaged ones are named in a warning and passed over."""
     for path in sorted(directory.glob("step_*"), reverse=True):

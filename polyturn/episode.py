@@ -39,7 +39,7 @@ class TokenMismatchError(Exception):
 
 @dataclass
 class Episode:
-    """Takes replies until the environment is done or a limit is reached; then `finish()` gives the trajectory.
+    """Takes replies until the environment is done or a limit is reached; then `close()`, and `finish()` gives the trajectory.
 
     The loop alone owns the limits: an observation that no reply can follow is neither rendered nor kept.
     """
@@ -48,6 +48,9 @@ class Episode:
     problem: Problem
     group_index: int
     sibling: int
+    occurrence: int = (
+        0  # of the problem in its rollout: a step over an epoch's end may draw one twice
+    )
     stop_reason: StopReason | None = None
     error: str | None = None
     env: Env | None = None
@@ -77,7 +80,7 @@ class Episode:
                 self.problem,
                 self.settings.env.params,
                 self.settings.rollout.max_turns,
-                derive(self.settings.seed, "env", self.problem.id, self.sibling),
+                self._seed("env"),
             )
             self.env = cast("Env", await self._call(build, self.settings.build_env, context))
             first = await self._reset(self.env, context.seed)
@@ -105,9 +108,7 @@ class Episode:
             session=self.session,
             engine_ids=tuple(self._engine_ids),
             images=tuple(self._images),
-            seed=derive(
-                self.settings.seed, "sample", self.problem.id, self.sibling, len(self._turns)
-            ),
+            seed=self._seed("sample", len(self._turns)),
             max_new_tokens=self._budget(),
             temperature=self.settings.temperature,
         )
@@ -152,14 +153,17 @@ class Episode:
             return
         self._close_turn(reply, text, shown, info)
 
-    async def finish(self) -> Trajectory:
-        """Close the environment and freeze the trajectory."""
+    async def close(self) -> None:
+        """Close the environment; a failure is only a warning."""
         close = getattr(self.env, "close", None)
         if callable(close):
             try:
                 await self._call(close)
             except Exception as error:  # closing can no longer change what was sampled
                 logger.warning("env.close of problem %s failed: %s", self.problem.id, error)
+
+    def finish(self) -> Trajectory:
+        """Freeze the trajectory."""
         assert self.stop_reason is not None
         return Trajectory(
             problem=self.problem,
@@ -174,6 +178,10 @@ class Episode:
             policy_version=self._policy_version,
             error=self.error,
         )
+
+    def _seed(self, *path: str | int) -> int:
+        """A seed that depends on the rollout, the problem and the try, and not on what else is sampled."""
+        return derive(self.settings.seed, self.problem.id, self.occurrence, self.sibling, *path)
 
     # -- streams ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ same. Left out in this version: KL to a reference, dynamic sampling, several pro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from polyturn import run_state
 from polyturn.advantage import group_advantages
+from polyturn.candidates import Candidates
 from polyturn.learner.base import Learner, NonFiniteError, UpdateStats
 from polyturn.metrics import Metrics, rollout_metrics, update_metrics
 from polyturn.params import Params
@@ -36,7 +37,7 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a training run is put together from; `publish` writes the present policy as the best so far."""
+    """What a training run is put together from."""
 
     sampler: Sampler
     learner: Learner
@@ -45,23 +46,20 @@ class Parts:
     validation: Sequence[Problem]
     recorder: Recorder
     checkpoints: Path
-    publish: Callable[[], None]
+    candidates: Candidates
 
 
 async def train(parts: Parts, params: Params, *, resume: bool) -> Best:
     """Run the loop and return the published policy: the best by the lower bound of its validation interval.
 
     Raises:
-        TrainingError: non-finite loss or gradients (samples are dumped), or too wide a gap between the sampler's
-            and the learner's logprobs.
+        TrainingError: non-finite loss or gradients (samples are dumped), sampler and learner too far apart.
         FailureBudgetError: the environment or the grader failed too often.
         CheckpointError: the run that is resumed is further than train.steps.
     """
-    state = RunState()
-    if resume:
-        state = run_state.load_latest(
-            parts.checkpoints, parts.learner.load, num_steps=params.train.steps
-        )
+    state = run_state.start(
+        parts.checkpoints, parts.learner.load, num_steps=params.train.steps, resume=resume
+    )
     parts.recorder.begin(state.history)
     best = state.best
     parts.sampler.update_weights(parts.learner.export_weights(), state.step)
@@ -79,14 +77,16 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> Best:
         metrics |= rollout_metrics(groups, seed=derive(params.seed, "band", step)) | update_metrics(
             updates
         )
-        if step + 1 == params.train.steps:
-            best = await _score(parts, params, step + 1, best, metrics)
         times = {"perf/rollout_time": sampled - started, "perf/train_time": updated - sampled}
         parts.recorder.rollout(step, groups, advantages)
         parts.recorder.step(step, metrics, times)
         if (step + 1) % params.train.checkpoint_every == 0:
             now = RunState(step=step + 1, best=best, history=parts.recorder.history)
             run_state.save(parts.checkpoints, now, parts.learner.save)
+            parts.candidates.prune(run_state.best_versions(parts.checkpoints))
+    metrics = {}
+    best = await _score(parts, params, params.train.steps, best, metrics)
+    parts.recorder.end(params.train.steps, metrics)
     return best
 
 
@@ -106,7 +106,7 @@ async def _score(parts: Parts, params: Params, version: int, best: Best, metrics
     metrics |= scored
     if score.accuracy_low < best.accuracy_low:
         return best
-    parts.publish()
+    parts.candidates.publish(version)
     return score
 
 

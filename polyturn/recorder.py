@@ -115,6 +115,11 @@ class Recorder:
             "step %d %s", step, " ".join(f"{key}={value:.4g}" for key, value in shown.items())
         )
 
+    def end(self, step: int, metrics: Metrics) -> None:
+        """Take the score of the last policy, which no rollout followed."""
+        self.history.append(metrics)
+        self.sink.log_metrics(metrics, step=step)
+
     def dump(self, step: int, samples: Sequence[TrainingSample], reason: str) -> Path:
         """Write the samples of a step that went wrong, for a look at them."""
         path = self.directory / f"nonfinite_step_{step:06d}.jsonl"

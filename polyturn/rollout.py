@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -68,16 +69,23 @@ async def rollout(
         draw.temperature,
     )
     episodes = [
-        Episode(shared, problem, group, sibling)
-        for group, problem in enumerate(problems)
+        Episode(shared, problem, group, sibling, occurrence)
+        for group, (problem, occurrence) in enumerate(
+            zip(problems, occurrences(problems), strict=True)
+        )
         for sibling in range(draw.group_size)
     ]
-    await asyncio.gather(*(episode.start() for episode in episodes))
-    while live := [episode for episode in episodes if not episode.is_done]:
-        with lowered_by(f"sampling {len(live)} trajectories", _memory_keys(settings.rollout)):
-            replies = await sampler.generate([episode.request() for episode in live])
-        await asyncio.gather(*(e.advance(reply) for e, reply in zip(live, replies, strict=True)))
-    finished = await asyncio.gather(*(episode.finish() for episode in episodes))
+    try:
+        await asyncio.gather(*(episode.start() for episode in episodes))
+        while live := [episode for episode in episodes if not episode.is_done]:
+            with lowered_by(f"sampling {len(live)} trajectories", _memory_keys(settings.rollout)):
+                replies = await sampler.generate([episode.request() for episode in live])
+            await asyncio.gather(
+                *(e.advance(reply) for e, reply in zip(live, replies, strict=True))
+            )
+    finally:
+        await asyncio.gather(*(episode.close() for episode in episodes))
+    finished = [episode.finish() for episode in episodes]
     _check_failures(finished, settings.env.max_failure_fraction)
     graded = _grade(finished, settings.reward)
     size = draw.group_size
@@ -85,6 +93,19 @@ async def rollout(
         Group(index, tuple(graded[index * size : (index + 1) * size]))
         for index in range(len(problems))
     ]
+
+
+def occurrences(problems: Sequence[Problem]) -> list[int]:
+    """How often each problem stands earlier in the list.
+
+    For problems a, b, a the result is [0, 0, 1].
+    """
+    seen: Counter[str] = Counter()
+    numbers: list[int] = []
+    for problem in problems:
+        numbers.append(seen[problem.id])
+        seen[problem.id] += 1
+    return numbers
 
 
 def _memory_keys(rollout: RolloutParams) -> dict[str, object]:

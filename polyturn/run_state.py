@@ -34,13 +34,13 @@ class RunState(BaseModel):
     history: list[Metrics] = []
 
 
-def load_latest(directory: Path, load: Callable[[Path], None], *, num_steps: int) -> RunState:
-    """The state of the newest complete checkpoint, whose weights `load` takes; a fresh state if there is none.
+def start(directory: Path, load: Callable[[Path], None], num_steps: int, resume: bool) -> RunState:
+    """The state of the newest complete checkpoint, whose weights `load` takes; a fresh one without or not to resume.
 
     Raises:
-        CheckpointError: it is further than the `num_steps` that the run is to have.
+        CheckpointError: the checkpoint is further than the `num_steps` that the run is to have.
     """
-    found = checkpoint.latest(directory)
+    found = checkpoint.latest(directory) if resume else None
     if found is None:
         return RunState()
     path, content = found
@@ -52,6 +52,11 @@ def load_latest(directory: Path, load: Callable[[Path], None], *, num_steps: int
         )
     load(path)
     return state
+
+
+def best_versions(directory: Path) -> set[int]:
+    """The versions that the kept checkpoints call the best."""
+    return {RunState.model_validate(state).best.version for state in checkpoint.states(directory)}
 
 
 def save(directory: Path, state: RunState, write: Callable[[Path], None]) -> None:

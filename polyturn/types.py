@@ -132,7 +132,7 @@ class Problem:
     split: str
     messages: tuple[Message, ...]
     answer: str
-    metadata: Mapping[str, Json] = field(default_factory=dict)
+    metadata: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     @property
     def images(self) -> tuple[ImageRecord, ...]:
@@ -152,7 +152,7 @@ class Turn:
     reply_logprobs: tuple[float, ...]
     reply_text: str
     observation: Message | None
-    info: Mapping[str, Json] = field(default_factory=dict)
+    info: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,10 @@ class Trajectory:
     policy_version: int
     error: str | None = None
     reward: float | None = None
-    reward_terms: Mapping[str, float] = field(default_factory=dict)
-    reward_failures: tuple[str, ...] = ()  # reward terms that could not be computed (they count 0), with causes
+    reward_terms: Mapping[str, float] = field(default_factory=dict[str, float])
+    reward_failures: tuple[
+        str, ...
+    ] = ()  # reward terms that could not be computed (they count 0), with causes
 
     @property
     def status(self) -> Status:

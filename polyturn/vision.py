@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,9 +10,12 @@ import torch
 from PIL import Image
 
 from polyturn.model import Policy
+from polyturn.tensor_cache import TensorCache
 from polyturn.types import ImageRecord
 
 ENCODE_CHUNK = 128  # pictures per call of the vision tower
+PATCH_BYTES = 512_000_000  # of decoded pictures that a reader keeps
+FEATURE_BYTES = 512_000_000  # of features that a frozen tower's store keeps
 
 
 @dataclass(frozen=True)
@@ -27,25 +29,22 @@ class Features:
 
 
 class PatchReader:
-    """Turns picture records into patches with the policy's image processor; keeps the latest `capacity`."""
+    """Turns picture records into patches with the policy's image processor; keeps the latest."""
 
-    def __init__(self, policy: Policy, capacity: int = 1024) -> None:
+    def __init__(self, policy: Policy, max_bytes: int = PATCH_BYTES) -> None:
         self._processor = policy.processor.image_processor
-        self._capacity = capacity
-        self._kept: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self._kept = TensorCache(max_bytes)
 
     def read(self, image: ImageRecord) -> tuple[torch.Tensor, torch.Tensor]:
         """Patches [P, C] float32 and grid [3] (1, rows, columns; in patches) of one picture."""
-        if image.sha256 in self._kept:
-            self._kept.move_to_end(image.sha256)
-            return self._kept[image.sha256]
-        with Image.open(io.BytesIO(image.read())) as picture:
-            processed = self._processor(images=[picture.convert("RGB")], return_tensors="pt")
-        patches = (processed["pixel_values"], processed["image_grid_thw"][0])
-        self._kept[image.sha256] = patches
-        if len(self._kept) > self._capacity:
-            self._kept.popitem(last=False)
-        return patches
+        kept = self._kept.get(image.sha256)
+        if kept is None:
+            with Image.open(io.BytesIO(image.read())) as picture:
+                processed = self._processor(images=[picture.convert("RGB")], return_tensors="pt")
+            kept = (processed["pixel_values"], processed["image_grid_thw"][0])
+            self._kept.put(image.sha256, kept)
+        patches, grid = kept
+        return patches, grid
 
 
 def encode(policy: Policy, reader: PatchReader, images: Sequence[ImageRecord]) -> list[Features]:
@@ -60,3 +59,37 @@ def encode(policy: Policy, reader: PatchReader, images: Sequence[ImageRecord]) -
         levels = [output.pooler_output, *getattr(output, "deepstack_features", ())]
         encoded += [Features(tuple(level)) for level in zip(*levels, strict=True)]
     return encoded
+
+
+class FeatureStore:
+    """Features without gradient, each distinct picture encoded once while the tower's weights stay the same."""
+
+    def __init__(self, policy: Policy, reader: PatchReader, max_bytes: int = FEATURE_BYTES) -> None:
+        self._policy = policy
+        self._reader = reader
+        self._kept = TensorCache(max_bytes)
+        self.num_encoded = 0
+
+    @torch.no_grad()
+    def encode(self, images: Sequence[ImageRecord]) -> dict[str, Features]:
+        """Features of `images` by hash."""
+        features: dict[str, Features] = {}
+        missing: dict[str, ImageRecord] = {}
+        for image in images:
+            kept = self._kept.get(image.sha256)
+            if kept is None:
+                missing[image.sha256] = image
+            else:
+                features[image.sha256] = Features(kept)
+        encoded = encode(self._policy, self._reader, list(missing.values()))
+        for sha256, made in zip(missing, encoded, strict=True):
+            # Copies: the rows of one call share a storage that a single kept picture would hold on to.
+            levels = tuple(level.clone() for level in made.levels)
+            self._kept.put(sha256, levels)
+            features[sha256] = Features(levels)
+        self.num_encoded += len(missing)
+        return features
+
+    def clear(self) -> None:
+        """Forget features of older weights."""
+        self._kept.clear()

@@ -111,6 +111,12 @@ def _run_phase(
     seed: int,
     on_step: Callable[[StepReport], None],
 ) -> PhaseReport:
+    counts = kind_counts(phase.mix, phase.batch_size)
+    if phase.gate_kind is not None and not counts[phase.gate_kind]:
+        raise WarmstartError(
+            f"warmstart.phases: {phase.name} has no example of its gate_kind {phase.gate_kind} in a batch of "
+            f"{phase.batch_size}; raise batch_size or its share of mix"
+        )
     recent: deque[float] = deque(maxlen=phase.gate_window)
 
     def take_step(step: int, scale: float) -> StepReport:

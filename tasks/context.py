@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from polyturn import layout, lease, params, processes, tracking
 from polyturn.params import Params
+from polyturn.tracking import lineage
 from tasks import failure, inputs
 
 logger = logging.getLogger(__name__)
@@ -30,12 +31,17 @@ SUPERVISOR = "POLYTURN_SUPERVISOR"  # the flow's process: a stage does not outli
 
 @dataclass(frozen=True)
 class StageContext:
-    """What a stage's body gets; `work_dir` is untracked, kept between runs, and exclusive while the stage runs."""
+    """What a stage's body gets.
+
+    `work_dir` is untracked, kept between runs, and exclusive while the stage runs; `leftovers` are directories
+    that are removed once the outputs are accepted (inputs unchanged), and kept if they are not.
+    """
 
     name: str
     params: Params
     run: tracking.Run
     work_dir: Path
+    leftovers: list[Path] = field(default_factory=list[Path])
 
 
 Body = Callable[[StageContext], None]
@@ -94,11 +100,24 @@ def _run(name: str, body: Body) -> None:
             stage=name,
             parent_run_id=os.environ.get(PARENT_RUN),
         ) as run:
-            body(StageContext(name, loaded, run, work_dir))
+            run.log_params(loaded)
+            _log_inputs(run, before)
+            context = StageContext(name, loaded, run, work_dir)
+            body(context)
             inputs.check_unchanged(before, inputs.read(name, known=before))
+            for leftover in context.leftovers:
+                shutil.rmtree(leftover)
         seconds = time.monotonic() - started
         _record_time(name, run_id=run.run_id, seconds=seconds)
         logger.info("stage %s done in %.1f s", name, seconds)
+
+
+def _log_inputs(run: tracking.Run, declared: inputs.Inputs) -> None:
+    """Name the stage's data with the digests that dvc.lock holds for them."""
+    digests = lineage.lock_digests(layout.DVC_LOCK)
+    for dep in declared.deps:
+        if dep in digests and not dep.endswith(".py"):
+            run.log_dataset(Path(dep).name, dep, digests[dep])
 
 
 def _watch_parents(name: str) -> processes.Process | None:

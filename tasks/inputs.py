@@ -40,6 +40,7 @@ class Inputs:
     """The params (sections, or single keys by dotted name) and the dep files of one stage."""
 
     sections: Mapping[str, object]
+    deps: Sequence[str]
     files: Mapping[str, FileState]
 
 
@@ -62,7 +63,7 @@ def read(stage: str, *, known: Inputs | None = None) -> Inputs:
         for dep in declared[stage].get("deps", ())
         for path in _walk(Path(dep))
     }
-    return Inputs(sections, files)
+    return Inputs(sections, declared[stage].get("deps", ()), files)
 
 
 def check_unchanged(before: Inputs, after: Inputs) -> None:

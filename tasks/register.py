@@ -12,10 +12,10 @@ from typing import cast
 
 from polyturn import layout, tracking
 from polyturn.params import Params
-from polyturn.report.write import write_report
 from polyturn.report.data import picture_directories, read_run
 from polyturn.report.page import choose
 from polyturn.report.trajectories import Pictures
+from polyturn.report.write import write_report
 from polyturn.statistics import Interval
 from polyturn.tracking import environment, lineage, registry, traces
 from tasks.context import StageContext, run_stage, write_json
@@ -41,7 +41,8 @@ def register(context: StageContext) -> None:
         tags=_origin(params),
         source_run_id=_string(_read(layout.TRAIN_RUN), "run_id", layout.TRAIN_RUN),
     )
-    _log_inputs(context)
+    if layout.DVC_LOCK.exists():
+        context.run.log_artifact(layout.DVC_LOCK)
     registration = registry.register(context.run, candidate, params.registry)
     context.run.set_tags({"registered": f"models:/{registration.name}/{registration.version}"})
     context.run.log_artifact(layout.METRICS)
@@ -91,15 +92,6 @@ def _origin(params: Params) -> dict[str, str]:
     if layout.DVC_LOCK.exists():
         tags["dvc.lock.digest"] = lineage.file_digest(layout.DVC_LOCK)
     return tags
-
-
-def _log_inputs(context: StageContext) -> None:
-    digests = lineage.lock_digests(layout.DVC_LOCK)
-    for path in (layout.POLICY, layout.PROBLEMS, layout.EVALUATION):
-        if digest := digests.get(str(path)):
-            context.run.log_dataset(path.name, path, digest)
-    if layout.DVC_LOCK.exists():
-        context.run.log_artifact(layout.DVC_LOCK)
 
 
 def _log_traces(context: StageContext) -> None:

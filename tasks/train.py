@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from polyturn import data, grpo, layout, model
+from polyturn.candidates import Candidates
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.metrics import curve_csv
 from polyturn.params import Params
@@ -16,6 +18,7 @@ from polyturn.recorder import Recorder
 from polyturn.render import Renderer
 from polyturn.runtime import set_up_torch
 from polyturn.sampler.hf import HfSampler
+from polyturn.types import Problem
 from polyturn.work_key import work_key
 from tasks.context import StageContext, run_stage, write_json
 
@@ -37,7 +40,8 @@ def body(ctx: StageContext) -> None:
         recorder = Recorder(work, ctx.run, progress)
         parts = _parts(policy, params, recorder, work)
         best = asyncio.run(grpo.train(parts, params, resume=is_resumed))
-    _publish(ctx, recorder, work, best)
+    _publish(ctx, recorder, parts.candidates.path(best.version), best)
+    ctx.leftovers.append(work)
 
 
 def _check_backends(params: Params) -> None:
@@ -65,6 +69,7 @@ def _work_dir(ctx: StageContext) -> Path:
 def _parts(policy: model.Policy, params: Params, recorder: Recorder, work: Path) -> grpo.Parts:
     renderer = Renderer(policy)
     problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
+    _check_problems(params, policy, problems)
     is_frozen = params.learner.freeze_vision
     return grpo.Parts(
         sampler=HfSampler(policy, renderer, is_vision_frozen=is_frozen),
@@ -76,13 +81,27 @@ def _parts(policy: model.Policy, params: Params, recorder: Recorder, work: Path)
         validation=[problem for problem in problems if problem.split == "validation"],
         recorder=recorder,
         checkpoints=work / "checkpoints",
-        publish=lambda: model.save(policy, work / "best"),
+        candidates=Candidates(policy, work / "candidates"),
     )
 
 
-def _publish(ctx: StageContext, recorder: Recorder, work: Path, best: grpo.Best) -> None:
+def _check_problems(params: Params, policy: model.Policy, problems: Sequence[Problem]) -> None:
+    if not any(problem.split == "validation" for problem in problems):
+        raise ValueError(
+            "data.num_validation: no validation problem is left to choose the best policy by; raise it, or see "
+            "the reasons in artifacts/*/quarantine.jsonl"
+        )
+    limit = policy.model.config.text_config.max_position_embeddings
+    if params.rollout.max_context_tokens > limit:
+        raise ValueError(
+            f"rollout.max_context_tokens is {params.rollout.max_context_tokens}, but the model has {limit} "
+            "positions; lower it"
+        )
+
+
+def _publish(ctx: StageContext, recorder: Recorder, policy: Path, best: grpo.Best) -> None:
     for source, target in (
-        (work / "best", layout.POLICY),
+        (policy, layout.POLICY),
         (recorder.trajectory_dir, layout.TRAJECTORIES),
     ):
         shutil.rmtree(target, ignore_errors=True)
@@ -93,7 +112,6 @@ def _publish(ctx: StageContext, recorder: Recorder, work: Path, best: grpo.Best)
     write_json(layout.TRAIN_RUN, {"run_id": ctx.run.run_id})
     ctx.run.set_tags({"weights.sha256": digest, "policy.version": best.version})
     ctx.run.log_metrics({"best/accuracy": best.accuracy, "best/version": best.version})
-    shutil.rmtree(work)
     _log.info(
         "train: published version %d, validation accuracy %.3f, weights %s",
         best.version,

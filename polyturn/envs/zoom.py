@@ -103,7 +103,7 @@ class ZoomEnv:
 
     def _read(self, call: ToolCall) -> ZoomRequest:
         if call.name != "zoom":
-            raise ZoomError(f"There is no tool {call.name!r}; call zoom.")
+            raise ZoomError("There is no such tool; call zoom.")
         arguments = call.arguments
         index = arguments.get("image", 0)
         if (
@@ -209,7 +209,7 @@ def demonstrations(
     `read`: one crop, "Find x.", its label. `search`: a search that ends at the right crop; only the regions and
     the answer are trained, never whether to zoom. `guess`: a deliberately weak demonstrator that zooms with
     probability params["zoom"], goes on after a wrong crop with params["persist"], else guesses an answer from
-    params["guess_min"]..params["guess_max"].
+    params["guess_min"]..params["guess_max"]. params["crop_fraction"] must be what env.params sets.
 
     Raises:
         ValueError: an unknown kind, or a problem without the metadata.
@@ -236,22 +236,22 @@ def _region(problem: Problem) -> str:
     return str(problem.metadata["region"])
 
 
-def _crop(problem: Problem, region: str) -> ImageRecord:
-    return cut(problem.images[0], region_box(region, CROP_FRACTION))
+def _crop(problem: Problem, region: str, params: Mapping[str, float]) -> ImageRecord:
+    fraction = params.get("crop_fraction", CROP_FRACTION)
+    return cut(problem.images[0], region_box(region, fraction))
 
 
 def _read_example(
     problem: Problem, rng: random.Random, params: Mapping[str, float]
 ) -> Demonstration:
-    del rng, params
-    prompt = Message("user", (_crop(problem, _region(problem)), READ_QUESTION))
+    del rng
+    prompt = Message("user", (_crop(problem, _region(problem), params), READ_QUESTION))
     return Demonstration((prompt,), (Say(answer(str(problem.metadata["label"]))),), "read")
 
 
 def _search_example(
     problem: Problem, rng: random.Random, params: Mapping[str, float]
 ) -> Demonstration:
-    del params
     others = [region for region in REGIONS if region != _region(problem)]
     num_wrong = rng.choices((0, 1, 2, 3), (0.4, 0.3, 0.2, 0.1))[0]
     path = [*rng.sample(others, num_wrong), _region(problem)]
@@ -259,7 +259,10 @@ def _search_example(
     for index, region in enumerate(path):
         call = tool_call(region)
         start = call.index(region)
-        turns += [Say(call, ((start, start + len(region)),)), _shown(problem, path[: index + 1])]
+        turns += [
+            Say(call, ((start, start + len(region)),)),
+            _shown(problem, path[: index + 1], params),
+        ]
     return Demonstration(problem.messages, (*turns, Say(answer(problem.answer))), "search")
 
 
@@ -272,7 +275,7 @@ def _guess_example(
         path: list[str] = []
         for region in rng.sample(list(REGIONS), len(REGIONS)):
             path.append(region)
-            turns += [Say(tool_call(region)), _shown(problem, path)]
+            turns += [Say(tool_call(region)), _shown(problem, path, params)]
             if region == _region(problem):
                 final = problem.answer
                 break
@@ -281,8 +284,8 @@ def _guess_example(
     return Demonstration(problem.messages, (*turns, Say(answer(final))), "guess")
 
 
-def _shown(problem: Problem, path: Sequence[str]) -> Message:
-    return Message("tool", (_crop(problem, path[-1]), not_seen(path)))
+def _shown(problem: Problem, path: Sequence[str], params: Mapping[str, float]) -> Message:
+    return Message("tool", (_crop(problem, path[-1], params), not_seen(path)))
 
 
 def _value(problem: Problem, length: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -50,7 +50,6 @@ class FsdpLearner:
     params: LearnerParams
     loss: LossParams
     temperature: float
-    _frozen_features: dict[str, vision.Features] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.params.num_processes != 1:
@@ -58,6 +57,7 @@ class FsdpLearner:
                 f"learner.num_processes is {self.params.num_processes}; this version trains in one process, set it to 1"
             )
         self._reader = vision.PatchReader(self.policy)
+        self._frozen = vision.FeatureStore(self.policy, self._reader)
         self.policy.model.model.visual.requires_grad_(not self.params.freeze_vision)
         self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -137,16 +137,10 @@ class FsdpLearner:
 
     def _features(self, batch: Batch) -> dict[str, vision.Features]:
         """Visual features by hash; a frozen tower encodes each picture once for the whole run."""
-        if not self.params.freeze_vision:
-            encoded = vision.encode(self.policy, self._reader, batch.images)
-            return {
-                image.sha256: feature for image, feature in zip(batch.images, encoded, strict=True)
-            }
-        missing = [image for image in batch.images if image.sha256 not in self._frozen_features]
-        with torch.no_grad():
-            encoded = vision.encode(self.policy, self._reader, missing)
-        self._frozen_features.update({i.sha256: f for i, f in zip(missing, encoded, strict=True)})
-        return self._frozen_features
+        if self.params.freeze_vision:
+            return self._frozen.encode(batch.images)
+        encoded = vision.encode(self.policy, self._reader, batch.images)
+        return {image.sha256: f for image, f in zip(batch.images, encoded, strict=True)}
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters under their Hugging Face names, the live storage."""

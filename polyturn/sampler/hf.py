@@ -62,8 +62,7 @@ class HfSampler:
         self._policy = policy
         self._renderer = renderer
         self._is_vision_frozen = is_vision_frozen
-        self._reader = vision.PatchReader(policy)
-        self._features: dict[str, vision.Features] = {}
+        self._features = vision.FeatureStore(policy, vision.PatchReader(policy))
         self._live: _Live | None = None
         self._version = 0
         self.counts = SamplerCounts()
@@ -117,11 +116,10 @@ class HfSampler:
         return _Prompt(token_ids, mrope_positions(token_ids, pad, grids), request.images)
 
     def _encode(self, images: Sequence[ImageRecord]) -> list[vision.Features]:
-        missing = {image.sha256: image for image in images if image.sha256 not in self._features}
-        encoded = vision.encode(self._policy, self._reader, list(missing.values()))
-        self._features.update(zip(missing, encoded, strict=True))
-        self.counts.pictures += len(missing)
-        return [self._features[image.sha256] for image in images]
+        before = self._features.num_encoded
+        features = self._features.encode(images)
+        self.counts.pictures += self._features.num_encoded - before
+        return [features[image.sha256] for image in images]
 
     # -- feeding ----------------------------------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ def test_run_state_comes_back_as_it_was(tmp_path: Path) -> None:
     state = RunState(step=2, best=Best(2, 0.5, 0.25), history=history)
     run_state.save(tmp_path, state, write_text("w"))
     loaded: list[Path] = []
-    assert run_state.load_latest(tmp_path, loaded.append, num_steps=2) == state
+    assert run_state.start(tmp_path, loaded.append, num_steps=2, resume=True) == state
     assert loaded == [tmp_path / "step_000002"]
 
 
@@ -154,13 +154,13 @@ def test_a_run_further_than_its_number_of_steps_is_refused_before_its_weights_ar
     run_state.save(tmp_path, RunState(step=10), write_text("w"))
     loaded: list[Path] = []
     with pytest.raises(checkpoint.CheckpointError, match=r"train.steps is 5, .* is at step 10"):
-        run_state.load_latest(tmp_path, loaded.append, num_steps=5)
+        run_state.start(tmp_path, loaded.append, num_steps=5, resume=True)
     assert loaded == []
 
 
 def test_without_a_checkpoint_a_run_starts_at_step_0(tmp_path: Path) -> None:
     loaded: list[Path] = []
-    assert run_state.load_latest(tmp_path, loaded.append, num_steps=2) == RunState()
+    assert run_state.start(tmp_path, loaded.append, num_steps=2, resume=True) == RunState()
     assert loaded == []
 
 

@@ -69,7 +69,8 @@ def run(
         while not episode.is_done:
             (reply,) = await sampler.generate([episode.request()])
             await episode.advance(reply)
-        return await episode.finish()
+        await episode.close()
+        return episode.finish()
 
     return asyncio.run(play()), sampler
 
@@ -383,7 +384,8 @@ def test_environment_that_cannot_be_built_is_a_status(renderer: Renderer) -> Non
     async def play() -> Trajectory:
         episode = Episode(shared, PROBLEM, 0, 0)
         await episode.start()
-        return await episode.finish()
+        await episode.close()
+        return episode.finish()
 
     trajectory = asyncio.run(play())
     assert trajectory.stop_reason is StopReason.ENV_ERROR

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from polyturn import grpo, model, run_state, trajectories
+from polyturn.candidates import Candidates
 from polyturn.checkpoint import CheckpointError
 from polyturn.envs.demonstration import Demonstration, Say
 from polyturn.grpo import Parts, TrainingError
@@ -48,11 +49,11 @@ class Run:
     params: Params
     policy: Policy
     sink: tiny.Metrics = field(default_factory=tiny.Metrics)
-    published: list[str] = field(default_factory=list)
     killed_after_step: int | None = None
 
     def parts(self) -> Parts:
         own = tiny.copy_of(self.policy)
+        self.candidates = Candidates(own, self.directory / "candidates")
         renderer = Renderer(own)
         learner = FsdpLearner(own, renderer, self.params.learner, self.params.loss, 1.0)
         recorder = Recorder(self.directory, self.sink, Progress(self.params.train.steps, "train"))
@@ -74,12 +75,17 @@ class Run:
             validation=VALIDATION,
             recorder=recorder,
             checkpoints=self.directory / "checkpoints",
-            publish=lambda: self.published.append(model.weights_digest(own.model)),
+            candidates=self.candidates,
         )
 
     def train(self, *, resume: bool = False) -> Best:
         self.directory.mkdir(parents=True, exist_ok=True)
         return asyncio.run(grpo.train(self.parts(), self.params, resume=resume))
+
+    def published(self, best: Best) -> str:
+        """Digest of the weights that lie where the best policy is said to lie."""
+        path = self.candidates.path(best.version)
+        return model.weights_digest(model.load(self.params.model, path).model)
 
     def files(self) -> dict[str, bytes]:
         """Trajectory files and pictures."""
@@ -139,10 +145,10 @@ def test_resumed_run_has_the_bytes_of_one_never_stopped(
     assert resumed.recorder.history == whole.recorder.history
     assert curve_csv(resumed.recorder.history) == curve_csv(whole.recorder.history)
     assert resumed.files() == whole.files()
-    assert whole.published[-1] in (stopped.published + resumed.published)
-    rates = [metrics["train/lr"] for metrics in resumed.recorder.history]
+    assert resumed.published(best) == whole.published(best)
+    rates = [metrics["train/lr"] for metrics in resumed.recorder.history[:4]]
     assert rates == [params.learner.lr * lr_scale(step, params.learner) for step in range(4)]
-    assert [step for step, _ in resumed.sink.steps] == [0, 1, 2, 3]
+    assert [step for step, _ in resumed.sink.steps] == [0, 1, 2, 3, 4]
 
 
 def test_run_learns_from_something_and_every_step_is_in_the_history(
@@ -150,15 +156,16 @@ def test_run_learns_from_something_and_every_step_is_in_the_history(
 ) -> None:
     run = Run(tmp_path, params, policy)
     run.train()
-    history = run.recorder.history
+    *history, last = run.recorder.history
     assert len(history) == 4
+    assert all(name.startswith("eval/") for name in last)
     assert model.weights_digest(run.own.model) != model.weights_digest(policy.model)
     for metrics in history:
         assert metrics["train/train_rollout_logprob_abs_diff_max"] < 1e-4
         assert metrics["train/num_updates"] >= 1
         assert not any(name.startswith("perf/") for name in metrics)
-    assert [("eval/accuracy" in metrics) for metrics in history] == [True, False, True, True]
-    sent = [metrics for _, metrics in run.sink.steps]
+    assert [("eval/accuracy" in metrics) for metrics in history] == [True, False, True, False]
+    sent = [metrics for _, metrics in run.sink.steps[:4]]
     assert all({"perf/rollout_time", "perf/train_time"} <= set(metrics) for metrics in sent)
     assert trajectories.list_steps(tmp_path / "trajectories") == [0, 1, 2, 3]
     records = trajectories.read_step(tmp_path / "trajectories", 1)
@@ -206,13 +213,13 @@ def test_a_run_that_is_already_further_than_train_steps_is_refused(
 def test_a_finished_run_that_was_not_moved_into_place_ends_as_it_did(
     policy: Policy, params: Params, tmp_path: Path
 ) -> None:
-    """Killed between its last checkpoint and the end of the stage: nothing is sampled again."""
+    """Killed between its last checkpoint and the end of the stage: no rollout is sampled again."""
     run = Run(tmp_path, params, policy)
     best = run.train()
     again = Run(tmp_path, params, policy)
     assert again.train(resume=True) == best
     assert again.recorder.history == run.recorder.history
-    assert again.published == []
+    assert again.published(best) == run.published(best)
 
 
 class Validations:
@@ -242,11 +249,12 @@ def test_the_best_lower_bound_is_published(
     """Scored at versions 0, 2 and 4."""
     monkeypatch.setattr(grpo, "validate", Validations(lows))
     run = Run(tmp_path, params, policy)
-    assert run.train().version == best
+    result = run.train()
+    assert result.version == best
     if best == 0:
-        assert run.published == [model.weights_digest(policy.model)]
+        assert run.published(result) == model.weights_digest(policy.model)
     if best == 4:
-        assert run.published[-1] == model.weights_digest(run.own.model)
+        assert run.published(result) == model.weights_digest(run.own.model)
 
 
 def test_every_update_sees_its_part_of_the_samples_once(
@@ -283,7 +291,10 @@ def test_one_update_per_rollout_is_on_policy(
     )
     run = Run(tmp_path, once, policy)
     run.train()
-    assert [metrics["train/first_ratio_error"] for metrics in run.recorder.history] == [0.0, 0.0]
+    assert [metrics["train/first_ratio_error"] for metrics in run.recorder.history[:2]] == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_a_gap_between_sampler_and_learner_stops_the_run(
@@ -362,7 +373,7 @@ def test_groups_without_variance_take_no_update(
     run = Run(tmp_path, equal, policy)
     run.train()
     assert model.weights_digest(run.own.model) == model.weights_digest(policy.model)
-    (metrics,) = run.recorder.history
+    metrics, _ = run.recorder.history
     assert metrics["train/num_updates"] == 0.0
     assert metrics["rollout/zero_std/count"] == 2.0
 
@@ -379,10 +390,11 @@ def test_checkpoint_state_is_the_history_and_the_best_so_far(
     run = Run(tmp_path, params, policy)
     best = run.train()
     loaded: list[Path] = []
-    state = run_state.load_latest(tmp_path / "checkpoints", loaded.append, num_steps=4)
+    state = run_state.start(tmp_path / "checkpoints", loaded.append, num_steps=4, resume=True)
     assert state.step == 4
-    assert state.best == best
-    assert state.history == run.recorder.history
+    assert state.best.version in (0, 2)  # the last policy is scored after the last checkpoint
+    assert state.best.accuracy_low <= best.accuracy_low
+    assert state.history == run.recorder.history[:4]
     assert [path.name for path in loaded] == ["step_000004"]
     weights = torch.load(loaded[0] / "learner.pt", weights_only=True)["model"]
     own = run.own.model.state_dict()

@@ -147,7 +147,7 @@ def test_a_small_box_grows_to_the_smallest_crop_inside_the_picture(
         (call('{"region": "northwest", "image": 1}'), "image must be a number from 0 to 0"),
         (call('{"region": "northwest", "image": -1}'), "image must be a number"),
         (call('{"region": "northwest", "image": true}'), "image must be a number"),
-        (call('{"region": "northwest"}', "look"), "There is no tool 'look'; call zoom."),
+        (call('{"region": "northwest"}', "look"), "There is no such tool; call zoom."),
         ("<tool_call>{broken</tool_call>", "could not be read"),
     ],
 )

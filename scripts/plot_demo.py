@@ -1,0 +1,58 @@
+"""Draw docs/demo.svg, the picture in README: reward curves of several demo runs (checkouts after `make demo`).
+
+usage: python scripts/plot_demo.py CHECKOUT [CHECKOUT ...]
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+from polyturn import layout
+from polyturn.params import load
+from polyturn.report.charts import Line, line_chart
+
+OUT = Path(__file__).resolve().parents[1] / "docs" / "demo.svg"
+SIZE = (760, 300)
+COLOURS = ("#3b63c9", "#c9603b", "#3b8f5a", "#8a55b5", "#807c28")
+STYLE = """\
+text { font: 12px system-ui, sans-serif; fill: #666 } .grid { stroke: #ddd } .end { text-anchor: end }
+.mid { text-anchor: middle } path { fill: none; stroke-width: 2 } .hit, .dot, .hover { display: none }
+"""
+
+
+def read_curve(checkout: Path) -> list[float | None]:
+    """Mean reward per rollout batch."""
+    with (checkout / layout.CURVE).open() as file:
+        return [float(row["reward_mean"]) for row in csv.DictReader(file)]
+
+
+def main(names: list[str]) -> None:
+    """Write the picture; the legend names each run's seed."""
+    checkouts = [Path(name) for name in names]
+    seeds = [load(checkout / layout.PARAMS).seed for checkout in checkouts]
+    lines = [
+        Line(f"seed {seed}", read_curve(checkout), tone=f"tone{index}")
+        for index, (seed, checkout) in enumerate(zip(seeds, checkouts, strict=True))
+    ]
+    chart = str(line_chart(lines, size=SIZE, unit=(0.0, 1.0), title="Reward of a rollout batch"))
+    tones = "".join(
+        f".tone{index} {{ stroke: {COLOURS[index]} }}\n" for index in range(len(lines))
+    )
+    legend = "".join(
+        f'<text x="{SIZE[0] - 24}" y="{200 + 18 * index}" class="end" '
+        f'style="fill:{COLOURS[index]}">{line.label}</text>'
+        for index, line in enumerate(lines)
+    )
+    head, _, body = chart.partition(">")
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(
+        f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}{tones}</style>'
+        f'<rect width="{SIZE[0]}" height="{SIZE[1]}" fill="#fff"/>{body.removesuffix("</svg>")}{legend}</svg>\n'
+    )
+    print(OUT)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
