@@ -23,6 +23,14 @@ def build_parser() -> argparse.ArgumentParser:
         "plan", help="say which stages would run again, why, and how long they took"
     )
     commands.add_parser("report", help="write runs/report.html from the files of this checkout")
+    view = commands.add_parser(
+        "view", help="write a page with trajectories: tokens, pictures, calls"
+    )
+    view.add_argument(
+        "source", type=Path, help="a run directory, a directory of steps, or one file"
+    )
+    view.add_argument("--out", type=Path, default=Path("runs/view.html"))
+    view.add_argument("--steps", type=int, nargs="+", help="default: evenly spaced ones")
     commands.add_parser("grade", help="grade answers (`polyturn grade --help`)")
     return parser
 
@@ -36,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if chosen.command == "use":
             return _use(chosen.recipe, chosen.pairs)
+        if chosen.command == "view":
+            return _view(chosen.source, chosen.out, chosen.steps)
         return _plan() if chosen.command == "plan" else _report()
     except ValueError as error:
         for line in str(error).splitlines():
@@ -80,6 +90,13 @@ def _report() -> int:
     from polyturn.report.write import write_report
 
     print(write_report(Path.cwd()))
+    return 0
+
+
+def _view(source: Path, out: Path, steps: Sequence[int] | None) -> int:
+    from polyturn import view
+
+    print(view.view(source, out, steps=steps))
     return 0
 
 

@@ -143,7 +143,7 @@ def test_training_killed_on_the_way_ends_at_the_same_bytes(edited: ToyProject) -
     assert edited.run(*TRAIN_AGAIN).returncode == 0
     expected = weights(edited), (edited.path / layout.CURVE).read_bytes()
     dvc = edited.start(*TRAIN_AGAIN)
-    work = edited.path / ".polyturn/work/train"
+    work = edited.path / ".polyturn" / "work" / "train"
     wait_until(lambda: any(work.glob("*/checkpoints/*")), seconds=120)
     dvc.kill()
     dvc.communicate(timeout=60)  # ends when the stage, which holds the pipe, has ended too

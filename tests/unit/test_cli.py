@@ -56,7 +56,17 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     assert ending.value.code == 0
     shown = capsys.readouterr().out
-    assert all(f"    {name} " in shown for name in ("use", "plan", "report", "grade"))
+    assert all(f"    {name} " in shown for name in ("use", "plan", "report", "view", "grade"))
+
+
+def test_viewing_what_is_not_there_is_named(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["view", "absent"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "absent" in line
+    assert not (checkout / "runs").exists()
 
 
 def test_plan_tells_what_is_stale_and_how_long_it_took(toy: Callable[..., ToyProject]) -> None:
