@@ -147,29 +147,23 @@ class ModelParams(Section):
 
 
 class PhaseParams(Section):
-    """One phase of the warm start: a mix of examples, trained until a gate or a number of steps."""
+    """One phase of the warm start: a mix of examples, trained until its gates or a number of steps."""
 
     name: str
     # kind of example -> share of the batch
     mix: Annotated[dict[str, PositiveFloat], Field(min_length=1)]
     batch_size: PositiveInt = 64
     max_steps: PositiveInt
-    gate_kind: str | None = None  # the kind whose answer loss is watched
-    gate_nats: PositiveFloat | None = (
-        None  # the phase ends when that loss (nats per answer, mean of
-    )
-    gate_window: PositiveInt = 10  # the last gate_window steps) is below
-    decay_steps: NonNegativeInt = 0  # linear decay to 3% after the gate
+    # kind -> nats: the phase ends when each kind's loss per last reply, a mean over gate_window steps, is below
+    gates: dict[str, PositiveFloat] = Field(default_factory=dict)
+    gate_window: PositiveInt = 10
+    decay_steps: NonNegativeInt = 0  # linear decay to 3% after the gates
 
     @model_validator(mode="after")
-    def _gate(self) -> PhaseParams:
-        if (self.gate_kind is None) != (self.gate_nats is None):
-            raise ValueError(
-                "gate_kind needs gate_nats and gate_nats needs gate_kind; set both or none, "
-                f"got {self.gate_kind!r} and {self.gate_nats}"
-            )
-        if self.gate_kind is not None and self.gate_kind not in self.mix:
-            raise ValueError(f"gate_kind {self.gate_kind!r} is not in mix {sorted(self.mix)}")
+    def _kinds(self) -> PhaseParams:
+        unknown = sorted(set(self.gates) - set(self.mix))
+        if unknown:
+            raise ValueError(f"gates name {unknown}, which mix {sorted(self.mix)} does not have")
         return self
 
 

@@ -44,11 +44,13 @@ def from_demonstration(demonstration: Demonstration, renderer: Renderer) -> Trai
     token_ids: list[int] = list(prompt.token_ids)
     loss_mask = [0] * len(token_ids)
     images: list[ImageRecord] = list(prompt.images)
+    mask: list[int] = []
     for turn in demonstration.turns:
         if isinstance(turn, Say):
             ids, spans = renderer.encode_reply(turn.text)
+            mask = reply_mask(turn, spans)
             token_ids += ids
-            loss_mask += reply_mask(turn, spans)
+            loss_mask += mask
         else:
             rendered = renderer.observation(turn)
             token_ids += rendered.token_ids
@@ -60,6 +62,7 @@ def from_demonstration(demonstration: Demonstration, renderer: Renderer) -> Trai
         logprobs=np.zeros(len(token_ids), dtype=np.float32),
         images=tuple(images),
         kind=demonstration.kind,
+        num_answer_tokens=sum(mask),
     )
 
 

@@ -211,7 +211,8 @@ class TrainingSample:
     logprobs: npt.NDArray[np.float32]
     images: tuple[ImageRecord, ...]
     advantage: float = 0.0
-    kind: str = ""
+    kind: str = ""  # of the demonstration it comes from
+    num_answer_tokens: int = 0  # trained tokens of a demonstration's last reply
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.logprobs))

@@ -1,7 +1,7 @@
 """Supervised warm start on demonstrations (also the SFT recipe), masked to what the replies train.
 
-A phase ends when its gate is reached (the answer loss of one kind of example), not after a fixed number of steps:
-seeds differ threefold in when they learn to read.
+A phase ends when its gates are reached (the last reply's loss of kinds of examples), not after a fixed number of
+steps: seeds differ threefold in when they learn to read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """How a phase ended; `is_gate_reached` is None for a phase without a gate."""
+    """How a phase ended; `is_gate_reached` is None for a phase without gates."""
 
     phase: str
     num_steps: int
@@ -111,29 +111,22 @@ def _run_phase(
     seed: int,
     on_step: Callable[[StepReport], None],
 ) -> PhaseReport:
-    counts = kind_counts(phase.mix, phase.batch_size)
-    if phase.gate_kind is not None and not counts[phase.gate_kind]:
-        raise WarmstartError(
-            f"warmstart.phases: {phase.name} has no example of its gate_kind {phase.gate_kind} in a batch of "
-            f"{phase.batch_size}; raise batch_size or its share of mix"
-        )
-    recent: deque[float] = deque(maxlen=phase.gate_window)
+    gates = _Gates(phase)
 
     def take_step(step: int, scale: float) -> StepReport:
         samples = draw_examples(phase, examples, problems, trainer.renderer, derive(seed, step))
         report = trainer.step(samples, scale, phase.name, step)
-        if phase.gate_kind is not None:
-            recent.append(report.answer_nats[phase.gate_kind])
+        gates.add(report.answer_nats)
         on_step(report)
         return report
 
     step, report = 0, None
-    while step < phase.max_steps and not _is_gate_reached(phase, recent):
+    while step < phase.max_steps and not gates.are_reached:
         report = take_step(step, 1.0)
         step += 1
-    is_reached = None if phase.gate_kind is None else _is_gate_reached(phase, recent)
+    is_reached = gates.are_reached if phase.gates else None
     if is_reached is False:
-        logger.warning("warm start phase %s: gate not reached in %d steps", phase.name, step)
+        logger.warning("warm start phase %s: gates not reached in %d steps", phase.name, step)
     for later in range(phase.decay_steps):
         report = take_step(step + later, _decay(later, phase.decay_steps))
     return PhaseReport(
@@ -141,10 +134,32 @@ def _run_phase(
     )
 
 
-def _is_gate_reached(phase: PhaseParams, recent: Sequence[float]) -> bool:
-    """Whether the answer losses of the last gate_window steps are, on average, below the gate."""
-    is_full = len(recent) == phase.gate_window
-    return phase.gate_nats is not None and is_full and sum(recent) / len(recent) < phase.gate_nats
+class _Gates:
+    """Watches the losses that end a phase."""
+
+    def __init__(self, phase: PhaseParams) -> None:
+        counts = kind_counts(phase.mix, phase.batch_size)
+        for kind in phase.gates:
+            if not counts[kind]:
+                raise WarmstartError(
+                    f"warmstart.phases: {phase.name} has no example of its gate {kind} in a batch of "
+                    f"{phase.batch_size}; raise batch_size or its share of mix"
+                )
+        self._limits = phase.gates
+        self._recent = {kind: deque[float](maxlen=phase.gate_window) for kind in phase.gates}
+
+    def add(self, answer_nats: Mapping[str, float]) -> None:
+        """Take a step's losses."""
+        for kind, recent in self._recent.items():
+            recent.append(answer_nats[kind])
+
+    @property
+    def are_reached(self) -> bool:
+        """Whether there are gates, and all means over the window are below them."""
+        return bool(self._recent) and all(
+            len(recent) == recent.maxlen and sum(recent) / len(recent) < self._limits[kind]
+            for kind, recent in self._recent.items()
+        )
 
 
 def _decay(step: int, num_steps: int) -> float:
@@ -229,7 +244,7 @@ class _Trainer:
 
 
 class _AnswerNats:
-    """Sums the loss of the last reply per kind of example."""
+    """Sums the loss of the last reply's trained tokens per kind of example."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -240,7 +255,7 @@ class _AnswerNats:
         end = 0
         for sample in samples:
             end += int(sample.loss_mask[1:].sum())
-            answer = last_reply_length(sample)
+            answer = sample.num_answer_tokens
             self._sums[sample.kind] = self._sums.get(sample.kind, 0.0) - float(
                 logprobs[end - answer : end].sum()
             )
@@ -249,9 +264,3 @@ class _AnswerNats:
     def means(self) -> dict[str, float]:
         """Nats per answer, by kind in name order."""
         return {kind: self._sums[kind] / self._counts[kind] for kind in sorted(self._sums)}
-
-
-def last_reply_length(sample: TrainingSample) -> int:
-    """Number of trained tokens at the very end of a sample: its last reply."""
-    zeros = np.flatnonzero(sample.loss_mask == 0)
-    return len(sample.loss_mask) - 1 - int(zeros[-1]) if len(zeros) else len(sample.loss_mask)

@@ -207,14 +207,20 @@ def demonstrations(
     """Examples from synthetic problems (metadata: label, region, shape, quantity).
 
     `read`: one crop, "Find x.", its label. `search`: a search that ends at the right crop; only the regions and
-    the answer are trained, never whether to zoom. `guess`: a deliberately weak demonstrator that zooms with
+    the answer are trained, never whether to zoom. `recall`: three regions were looked at, only the word of the
+    fourth, which the list of regions not seen gives away, is trained. `guess`: a deliberately weak demonstrator that zooms with
     probability params["zoom"], goes on after a wrong crop with params["persist"], else guesses an answer from
     params["guess_min"]..params["guess_max"]. params["crop_fraction"] must be what env.params sets.
 
     Raises:
         ValueError: an unknown kind, or a problem without the metadata.
     """
-    makers = {"read": _read_example, "search": _search_example, "guess": _guess_example}
+    makers = {
+        "read": _read_example,
+        "search": _search_example,
+        "recall": _recall_example,
+        "guess": _guess_example,
+    }
     if kind not in makers:
         raise ValueError(
             f"warmstart.phases: polyturn.envs.zoom knows the kinds {sorted(makers)}, got {kind!r}"
@@ -257,13 +263,25 @@ def _search_example(
     path = [*rng.sample(others, num_wrong), _region(problem)]
     turns: list[Say | Message] = []
     for index, region in enumerate(path):
-        call = tool_call(region)
-        start = call.index(region)
-        turns += [
-            Say(call, ((start, start + len(region)),)),
-            _shown(problem, path[: index + 1], params),
-        ]
+        turns += [_say_region(region), _shown(problem, path[: index + 1], params)]
     return Demonstration(problem.messages, (*turns, Say(answer(problem.answer))), "search")
+
+
+def _recall_example(
+    problem: Problem, rng: random.Random, params: Mapping[str, float]
+) -> Demonstration:
+    *seen, left = rng.sample(list(REGIONS), len(REGIONS))
+    turns: list[Say | Message] = []
+    for index, region in enumerate(seen):
+        turns += [Say(tool_call(region), ()), _shown(problem, seen[: index + 1], params)]
+    return Demonstration(problem.messages, (*turns, _say_region(left)), "recall")
+
+
+def _say_region(region: str) -> Say:
+    """A call of which only the region's word is trained."""
+    call = tool_call(region)
+    start = call.index(region)
+    return Say(call, ((start, start + len(region)),))
 
 
 def _guess_example(

@@ -18,13 +18,13 @@ from polyturn.learner.base import NonFiniteError
 from polyturn.model import Policy, weights_digest
 from polyturn.params import PhaseParams, WarmstartParams
 from polyturn.render import Renderer
+from polyturn.samples import from_demonstration
 from polyturn.types import Message, Problem, TrainingSample
 from polyturn.warmstart import (
     PhaseReport,
     StepReport,
     draw_examples,
     kind_counts,
-    last_reply_length,
     warm_start,
 )
 from tests.unit import tiny
@@ -91,15 +91,18 @@ def test_a_batch_has_its_size_whatever_the_mix(mix: dict[str, float], size: int)
 
 
 @pytest.mark.parametrize(
-    ("mask", "length"),
-    [([0, 1, 1, 0, 0, 1, 1, 1], 3), ([1, 1], 2), ([0, 1, 0], 0), ([0], 0)],
+    ("last", "count"),
+    [(Say("ab"), 3), (Say("ab", ((0, 2),)), 2), (Say("ab", ()), 0)],
+    ids=["whole, with its end token", "a span, without", "nothing"],
 )
-def test_last_reply_is_the_trained_end(mask: list[int], length: int) -> None:
-    zeros = np.zeros(len(mask))
-    sample = TrainingSample(
-        zeros.astype(np.int64), np.array(mask, np.int8), zeros.astype(np.float32), ()
-    )
-    assert last_reply_length(sample) == length
+def test_the_answer_is_what_the_last_reply_trains(
+    renderer: Renderer, last: Say, count: int
+) -> None:
+    prompt = (Message("user", ("q",)),)
+    turns = (Say("abc"), Message("user", ("more",)), last)
+    sample = from_demonstration(Demonstration(prompt, turns, "easy"), renderer)
+    assert sample.num_answer_tokens == count
+    assert int(sample.loss_mask.sum()) == 4 + count
 
 
 def test_examples_follow_their_seed_alone(renderer: Renderer) -> None:
@@ -128,7 +131,7 @@ def test_loss_is_the_mean_over_trained_tokens_and_answers_the_last_reply(policy:
     for sample in samples:
         scored = logprobs(policy, sample)
         losses += scored
-        answers[sample.kind].append(-sum(scored[len(scored) - last_reply_length(sample) :]))
+        answers[sample.kind].append(-sum(scored[len(scored) - sample.num_answer_tokens :]))
     assert step.loss == pytest.approx(-np.mean(losses), rel=1e-4)
     assert whole.loss == pytest.approx(step.loss, rel=1e-5)
     assert step.grad_norm == pytest.approx(whole.grad_norm, rel=1e-4)
@@ -160,7 +163,7 @@ def test_a_picture_in_a_later_turn_trains_the_vision_tower(policy: Policy) -> No
 
 
 def test_a_phase_ends_when_its_gate_is_reached_and_then_decays(policy: Policy) -> None:
-    chosen = phase(max_steps=100, gate_kind="easy", gate_nats=0.5, gate_window=3, decay_steps=4)
+    chosen = phase(max_steps=100, gates={"easy": 0.5}, gate_window=3, decay_steps=4)
     _, (report,), steps = run(policy, params_of(chosen, lr=1e-2))
     nats = [step.answer_nats["easy"] for step in steps]
     means = [np.mean(nats[max(0, i - 2) : i + 1]) for i in range(len(nats))]
@@ -176,7 +179,7 @@ def test_a_phase_ends_when_its_gate_is_reached_and_then_decays(policy: Policy) -
 def test_a_gate_that_is_not_reached_is_a_warning(
     policy: Policy, decay: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chosen = phase(max_steps=3, gate_kind="easy", gate_nats=1e-6, gate_window=2, decay_steps=decay)
+    chosen = phase(max_steps=3, gates={"easy": 1e-6}, gate_window=2, decay_steps=decay)
     with caplog.at_level(logging.WARNING):
         _, (report,), steps = run(policy, params_of(chosen))
     assert report.is_gate_reached is False
@@ -187,7 +190,7 @@ def test_a_gate_that_is_not_reached_is_a_warning(
 def test_a_gate_reached_by_the_last_step_is_reached(
     policy: Policy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chosen = phase(max_steps=3, gate_kind="easy", gate_nats=1e6, gate_window=3)
+    chosen = phase(max_steps=3, gates={"easy": 1e6}, gate_window=3)
     with caplog.at_level(logging.WARNING):
         _, (report,), steps = run(policy, params_of(chosen))
     assert report.is_gate_reached is True
@@ -235,9 +238,8 @@ def test_non_finite_loss_stops_with_phase_and_step(policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gate_kind": "harder", "gate_nats": 0.1}, r"gate_kind 'harder' is not in mix"),
-        ({"gate_kind": "easy"}, "gate_kind needs gate_nats"),
-        ({"gate_nats": 0.1}, "gate_nats needs gate_kind"),
+        ({"gates": {"harder": 0.1}}, r"gates name \['harder'\], which mix"),
+        ({"gates": {"easy": 0.0}}, "gates"),
         ({"mix": {}}, "mix"),
     ],
 )

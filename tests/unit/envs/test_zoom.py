@@ -236,6 +236,19 @@ def test_a_search_ends_at_the_right_crop_and_trains_regions_and_answer() -> None
         assert demonstration.turns[-1] == Say(final)
 
 
+def test_recall_trains_the_one_region_that_the_list_leaves() -> None:
+    for seed in range(20):
+        demonstration = demonstrate("recall", seed)
+        *before, last = demonstration.turns[::2]
+        assert all(isinstance(turn, Say) and turn.trained == () for turn in before)
+        shown = demonstration.turns[-2]
+        assert isinstance(shown, Message)
+        (left,) = [word for word in shown.text.split() if word in REGIONS]
+        assert isinstance(last, Say)
+        assert last.text == tool_call(left)
+        assert last.trained == ((last.text.index(left), last.text.index(left) + len(left)),)
+
+
 def test_a_guess_zooms_as_often_as_asked_and_answers_right_after_the_right_crop() -> None:
     never = [words(demonstrate("guess", seed, {**PARAMS, "zoom": 0.0})) for seed in range(20)]
     assert {len(said) for said in never} == {1}
