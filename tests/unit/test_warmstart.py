@@ -184,7 +184,7 @@ def test_a_gate_that_is_not_reached_is_a_warning(
         _, (report,), steps = run(policy, params_of(chosen))
     assert report.is_gate_reached is False
     assert len(steps) == 3 + decay
-    assert "gate not reached in 3 steps" in caplog.text
+    assert "gates not reached in 3 steps" in caplog.text
 
 
 def test_a_gate_reached_by_the_last_step_is_reached(
@@ -195,7 +195,7 @@ def test_a_gate_reached_by_the_last_step_is_reached(
         _, (report,), steps = run(policy, params_of(chosen))
     assert report.is_gate_reached is True
     assert len(steps) == 3
-    assert "gate not reached" not in caplog.text
+    assert "gates not reached" not in caplog.text
 
 
 def test_a_phase_without_a_gate_takes_all_its_steps(policy: Policy) -> None:
