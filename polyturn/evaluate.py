@@ -30,10 +30,8 @@ class EvaluationPlan:
 
 
 def evaluation_settings(params: Params) -> RolloutSettings:
-    """Training's settings under evaluate.env_params (e.g. an oracle switched off)."""
-    env = params.env.model_copy(
-        update={"params": {**params.env.params, **params.evaluate.env_params}}
-    )
+    """Training's settings under env.eval_params (e.g. an oracle switched off)."""
+    env = params.env.model_copy(update={"params": {**params.env.params, **params.env.eval_params}})
     return replace(RolloutSettings.of(params), env=env)
 
 

@@ -153,6 +153,8 @@ class PhaseParams(Section):
     # kind of example -> share of the batch
     mix: Annotated[dict[str, PositiveFloat], Field(min_length=1)]
     batch_size: PositiveInt = 64
+    lr: PositiveFloat
+    warmup_steps: NonNegativeInt = 0  # linear, from the phase's first step on
     max_steps: PositiveInt
     # kind -> nats: the phase ends when each kind's loss per last reply, a mean over gate_window steps, is below
     gates: dict[str, PositiveFloat] = Field(default_factory=dict)
@@ -171,8 +173,6 @@ class WarmstartParams(Section):
     """Supervised warm start (also the SFT recipe); no phases: the base model is passed on."""
 
     examples: ObjectPath = "polyturn.envs.zoom:demonstrations"  # (kind, problem, rng, params)
-    lr: PositiveFloat = 3e-3
-    warmup_steps: NonNegativeInt = 100
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     weight_decay: NonNegativeFloat = 0.01
     grad_clip: PositiveFloat = 1.0
@@ -188,6 +188,8 @@ class EnvParams(Section):
 
     build: ObjectPath = "polyturn.envs.zoom:build_env"
     params: dict[str, object] = Field(default_factory=dict)  # handed to build_env as `params`
+    # over params while validating and evaluating, e.g. {oracle: false}
+    eval_params: dict[str, object] = Field(default_factory=dict)
     tools_in_prompt: bool = True  # show the function schemas in the prompt
     step_timeout_s: PositiveFloat = 30.0
     max_failure_fraction: Fraction = 0.1  # of a step's trajectories; above it the step stops
@@ -286,6 +288,8 @@ class TrainParams(Section):
     steps: PositiveInt = 40  # rollout batches
     updates_per_rollout: PositiveInt = 2
     eval_every: PositiveInt = 20  # steps between scores on the validation split
+    eval_batch_size: PositiveInt = 128  # trajectories of a score sampled together
+    eval_bootstrap_samples: PositiveInt = 2000  # behind a score's interval
     checkpoint_every: PositiveInt = 20
     resume: str = (
         "auto"  # auto: continue an equal key; never: start anew; RUN_ID: continue that run
@@ -302,9 +306,6 @@ class EvaluateParams(Section):
     temperature: PositiveFloat = 1.0
     samples_per_problem: PositiveInt = 1  # pass@k for k up to it
     greedy: bool = True  # score argmax decoding as well
-    env_params: dict[str, object] = Field(
-        default_factory=dict
-    )  # over env.params, e.g. {oracle: false}
     bootstrap_samples: PositiveInt = 2000
     batch_size: PositiveInt = 128  # trajectories sampled together
     num_saved_trajectories: NonNegativeInt = 24  # kept with pictures for the report

@@ -112,7 +112,7 @@ def _memory_keys(rollout: RolloutParams) -> dict[str, object]:
     return {
         "rollout.prompts_per_step": f"times group_size {rollout.group_size}",
         "rollout.max_context_tokens": rollout.max_context_tokens,
-        "evaluate.batch_size": "while evaluating",
+        "train.eval_batch_size or evaluate.batch_size": "while scoring",
     }
 
 

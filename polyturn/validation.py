@@ -22,8 +22,8 @@ async def validate(
         seed=derive(params.seed, "validation"),
         samples_per_problem=1,
         temperature=params.rollout.temperature,
-        batch_size=params.evaluate.batch_size,
-        bootstrap_samples=params.evaluate.bootstrap_samples,
+        batch_size=params.train.eval_batch_size,
+        bootstrap_samples=params.train.eval_bootstrap_samples,
     )
     groups = await evaluate(problems, sampler, renderer, evaluation_settings(params), plan)
     summary = summarize(groups, plan)

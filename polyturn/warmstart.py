@@ -115,7 +115,7 @@ def _run_phase(
 
     def take_step(step: int, scale: float) -> StepReport:
         samples = draw_examples(phase, examples, problems, trainer.renderer, derive(seed, step))
-        report = trainer.step(samples, scale, phase.name, step)
+        report = trainer.step(samples, _lr(phase, step, scale), phase.name, step)
         gates.add(report.answer_nats)
         on_step(report)
         return report
@@ -162,6 +162,11 @@ class _Gates:
         )
 
 
+def _lr(phase: PhaseParams, step: int, scale: float) -> float:
+    """Learning rate of a phase's step: linear warm-up, then `scale`."""
+    return phase.lr * min(1.0, (step + 1) / max(1, phase.warmup_steps)) * scale
+
+
 def _decay(step: int, num_steps: int) -> float:
     return 1.0 - (1.0 - FINAL_LR_FRACTION) * step / max(1, num_steps)
 
@@ -203,17 +208,13 @@ class _Trainer:
         self._reader = vision.PatchReader(policy)
         self._parameters = list(policy.model.parameters())
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=params.lr, betas=params.betas, weight_decay=params.weight_decay
+            self._parameters, betas=params.betas, weight_decay=params.weight_decay
         )
-        self._num_steps = 0
 
     def step(
-        self, samples: Sequence[TrainingSample], lr_scale: float, phase: str, step: int
+        self, samples: Sequence[TrainingSample], lr: float, phase: str, step: int
     ) -> StepReport:
         """One optimizer step: the mean over all trained tokens of the batch, in micro-batches."""
-        self._num_steps += 1
-        warmup = min(1.0, self._num_steps / max(1, self._params.warmup_steps))
-        lr = self._params.lr * warmup * lr_scale
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.zero_grad(set_to_none=True)

@@ -37,9 +37,7 @@ def main(names: list[str]) -> None:
         for index, (seed, checkout) in enumerate(zip(seeds, checkouts, strict=True))
     ]
     chart = str(line_chart(lines, size=SIZE, unit=(0.0, 1.0), title="Reward of a rollout batch"))
-    tones = "".join(
-        f".tone{index} {{ stroke: {COLOURS[index]} }}\n" for index in range(len(lines))
-    )
+    tones = "".join(f".tone{index} {{ stroke: {COLOURS[index]} }}\n" for index in range(len(lines)))
     legend = "".join(
         f'<text x="{SIZE[0] - 24}" y="{200 + 18 * index}" class="end" '
         f'style="fill:{COLOURS[index]}">{line.label}</text>'

@@ -65,7 +65,7 @@ def _evaluation_digest(params: Params) -> str:
     """Of the test problems and everything that decides how a reply to them is scored."""
     settings = {
         "evaluate": params.evaluate.model_dump(
-            mode="json", include={"temperature", "samples_per_problem", "env_params"}
+            mode="json", include={"temperature", "samples_per_problem"}
         ),
         "env": params.env.model_dump(mode="json"),
         "reward": params.reward.model_dump(mode="json"),

@@ -1,6 +1,6 @@
 r"""Geometry3K with a scoring tool: the policy may have an answer checked before it boxes it (slime's task).
 
-Both tool names of slime are accepted. With `oracle: false` in env.params (or evaluate.env_params) the feedback says
+Both tool names of slime are accepted. With `oracle: false` in env.params (or env.eval_params) the feedback says
 only whether the answer can be read, so that an evaluation leaks nothing. `rounding` and `tolerance` are to be set as in
 the reward section. The loop owns the turn limit; the env only says when one reply is left.
 """

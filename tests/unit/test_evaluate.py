@@ -144,8 +144,10 @@ def test_greedy_is_temperature_zero(renderer: Renderer) -> None:
 
 def test_evaluation_has_environment_params_of_its_own() -> None:
     params = tiny.params(
-        env={"params": {"crop_fraction": 0.25, "oracle": True}},
-        evaluate={"env_params": {"oracle": False}},
+        env={
+            "params": {"crop_fraction": 0.25, "oracle": True},
+            "eval_params": {"oracle": False},
+        },
     )
     settings = evaluation_settings(params)
     assert settings.env.params == {"crop_fraction": 0.25, "oracle": False}

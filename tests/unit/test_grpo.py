@@ -99,10 +99,8 @@ class Run:
 def policy() -> Policy:
     """Taught to end its replies, so that conversations have several turns."""
     own = tiny.qwen3()
-    phase = PhaseParams(name="end", mix={"easy": 1.0}, batch_size=8, max_steps=12)
-    params = WarmstartParams(
-        examples="tests.unit.test_grpo:short_reply", lr=5e-3, warmup_steps=1, phases=(phase,)
-    )
+    phase = PhaseParams(name="end", mix={"easy": 1.0}, batch_size=8, lr=5e-3, max_steps=12)
+    params = WarmstartParams(examples="tests.unit.test_grpo:short_reply", phases=(phase,))
     warm_start(own, Renderer(own), TRAIN, params, seed=0, on_step=lambda _: None)
     return own
 

@@ -43,14 +43,19 @@ def two_kinds(kind: str, problem: Problem, rng: random.Random) -> Demonstration:
 
 
 def phase(**changes: object) -> PhaseParams:
-    base: dict[str, object] = {"name": "one", "mix": {"easy": 1.0}, "batch_size": 4, "max_steps": 6}
+    base: dict[str, object] = {
+        "name": "one",
+        "mix": {"easy": 1.0},
+        "batch_size": 4,
+        "lr": 3e-3,
+        "max_steps": 6,
+    }
     return PhaseParams.model_validate({**base, **changes})
 
 
 def params_of(*phases: PhaseParams, **changes: object) -> WarmstartParams:
     base: dict[str, object] = {
         "examples": "tests.unit.test_warmstart:two_kinds",
-        "warmup_steps": 1,
         "phases": phases,
     }
     return WarmstartParams.model_validate({**base, **changes})
@@ -163,8 +168,8 @@ def test_a_picture_in_a_later_turn_trains_the_vision_tower(policy: Policy) -> No
 
 
 def test_a_phase_ends_when_its_gate_is_reached_and_then_decays(policy: Policy) -> None:
-    chosen = phase(max_steps=100, gates={"easy": 0.5}, gate_window=3, decay_steps=4)
-    _, (report,), steps = run(policy, params_of(chosen, lr=1e-2))
+    chosen = phase(max_steps=100, gates={"easy": 0.5}, gate_window=3, decay_steps=4, lr=1e-2)
+    _, (report,), steps = run(policy, params_of(chosen))
     nats = [step.answer_nats["easy"] for step in steps]
     means = [np.mean(nats[max(0, i - 2) : i + 1]) for i in range(len(nats))]
     gate = next(i for i in range(2, len(nats)) if means[i] < 0.5) + 1
