@@ -156,6 +156,7 @@ class PhaseParams(Section):
     lr: PositiveFloat
     warmup_steps: NonNegativeInt = 0  # linear, from the phase's first step on
     max_steps: PositiveInt
+    freeze_vision: bool = False
     # kind -> nats: the phase ends when each kind's loss per last reply, a mean over gate_window steps, is below
     gates: dict[str, PositiveFloat] = Field(default_factory=dict)
     gate_window: PositiveInt = 10

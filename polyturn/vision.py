@@ -93,3 +93,26 @@ class FeatureStore:
     def clear(self) -> None:
         """Forget features of older weights."""
         self._kept.clear()
+
+
+class TowerInTraining:
+    """The vision tower as training sees it: trained with the rest, or frozen and then run once per picture."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._reader = PatchReader(policy)
+        self._store = FeatureStore(policy, self._reader)
+        self._is_frozen = False
+
+    def freeze(self, is_frozen: bool) -> None:
+        """Take the tower out of training, or back in."""
+        self._is_frozen = is_frozen
+        self._policy.model.model.visual.requires_grad_(not is_frozen)
+        self._store.clear()
+
+    def features(self, images: Sequence[ImageRecord]) -> dict[str, Features]:
+        """Features of distinct pictures by hash, with gradient unless the tower is frozen."""
+        if self._is_frozen:
+            return self._store.encode(images)
+        encoded = encode(self._policy, self._reader, images)
+        return {image.sha256: made for image, made in zip(images, encoded, strict=True)}

@@ -92,7 +92,7 @@ def warm_start(
     """
     trainer = _Trainer(policy, renderer, params)
     examples = load_examples(params)
-    reports = []
+    reports: list[PhaseReport] = []
     for phase in params.phases:
         reports.append(
             _run_phase(
@@ -100,6 +100,7 @@ def warm_start(
             )
         )
         logger.info("warm start phase %s ended after %d steps", phase.name, reports[-1].num_steps)
+    trainer.freeze_vision(False)
     return reports
 
 
@@ -112,6 +113,7 @@ def _run_phase(
     on_step: Callable[[StepReport], None],
 ) -> PhaseReport:
     gates = _Gates(phase)
+    trainer.freeze_vision(phase.freeze_vision)
 
     def take_step(step: int, scale: float) -> StepReport:
         samples = draw_examples(phase, examples, problems, trainer.renderer, derive(seed, step))
@@ -205,7 +207,7 @@ class _Trainer:
         self.renderer = renderer
         self._policy = policy
         self._params = params
-        self._reader = vision.PatchReader(policy)
+        self._tower = vision.TowerInTraining(policy)
         self._parameters = list(policy.model.parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters, betas=params.betas, weight_decay=params.weight_decay
@@ -238,9 +240,12 @@ class _Trainer:
         self._optimizer.step()
         return StepReport(phase, step, loss, nats.means(), norm, lr)
 
+    def freeze_vision(self, is_frozen: bool) -> None:
+        """Take the vision tower out of training, or back in."""
+        self._tower.freeze(is_frozen)
+
     def _score(self, batch: Batch) -> Scores:
-        encoded = vision.encode(self._policy, self._reader, batch.images)
-        features = {image.sha256: f for image, f in zip(batch.images, encoded, strict=True)}
+        features = self._tower.features(batch.images)
         return score_batch(self._policy, batch, features, temperature=1.0)
 
 

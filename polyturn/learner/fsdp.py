@@ -56,9 +56,8 @@ class FsdpLearner:
             raise ValueError(
                 f"learner.num_processes is {self.params.num_processes}; this version trains in one process, set it to 1"
             )
-        self._reader = vision.PatchReader(self.policy)
-        self._frozen = vision.FeatureStore(self.policy, self._reader)
-        self.policy.model.model.visual.requires_grad_(not self.params.freeze_vision)
+        self._tower = vision.TowerInTraining(self.policy)
+        self._tower.freeze(self.params.freeze_vision)
         self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -114,7 +113,9 @@ class FsdpLearner:
         )
 
     def _accumulate(self, batch: Batch, sums: _Sums, *, is_on_policy: bool) -> None:
-        scores = score_batch(self.policy, batch, self._features(batch), self.temperature)
+        scores = score_batch(
+            self.policy, batch, self._tower.features(batch.images), self.temperature
+        )
         sampled = trained(batch, batch.logprobs)
         old = scores.logprobs.detach() if is_on_policy else sampled
         terms = policy_loss(
@@ -134,13 +135,6 @@ class FsdpLearner:
         sums.gap_max = max(sums.gap_max, float(gap.max()) if len(gap) else 0.0)
         sums.ratio_error = max(sums.ratio_error, float(terms.max_ratio_error))
         sums.num_tokens += len(gap)
-
-    def _features(self, batch: Batch) -> dict[str, vision.Features]:
-        """Visual features by hash; a frozen tower encodes each picture once for the whole run."""
-        if self.params.freeze_vision:
-            return self._frozen.encode(batch.images)
-        encoded = vision.encode(self.policy, self._reader, batch.images)
-        return {image.sha256: f for image, f in zip(batch.images, encoded, strict=True)}
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters under their Hugging Face names, the live storage."""
