@@ -69,9 +69,10 @@ def run_from_scratch(name: str, *, seed: int, recipe: str | None) -> Run:
     if result.returncode or silent:
         raise ValueError(f"run {name} failed (did not run: {silent}); see {log}, worktree {path}")
     run = _read(path, seed=seed, seconds=time.monotonic() - started)
-    report = ROOT / "runs" / name / layout.REPORT.name
-    report.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(path / layout.REPORT, report)
+    kept = ROOT / "runs" / name
+    kept.mkdir(parents=True, exist_ok=True)
+    for file in (layout.REPORT, layout.CURVE, layout.METRICS, layout.PARAMS):
+        shutil.copy(path / file, kept)
     workspace.remove(ROOT, path)
     return run
 

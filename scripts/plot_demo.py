@@ -1,6 +1,6 @@
-"""Draw docs/demo.svg, the picture in README: reward curves of several demo runs (checkouts after `make demo`).
+"""Draw docs/demo.svg, the picture in README: reward curves of the runs that `make test-full` left in runs/.
 
-usage: python scripts/plot_demo.py CHECKOUT [CHECKOUT ...]
+usage: python scripts/plot_demo.py runs/seed-0 runs/seed-1 ...
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ text { font: 12px system-ui, sans-serif; fill: #666 } .grid { stroke: #ddd } .en
 """
 
 
-def read_curve(checkout: Path) -> list[float | None]:
+def read_curve(directory: Path) -> list[float | None]:
     """Mean reward per rollout batch."""
-    with (checkout / layout.CURVE).open() as file:
-        return [float(row["reward_mean"]) for row in csv.DictReader(file)]
+    with (directory / layout.CURVE.name).open() as file:
+        return [float(row["reward_mean"]) for row in csv.DictReader(file) if row["reward_mean"]]
 
 
 def main(names: list[str]) -> None:
     """Write the picture; the legend names each run's seed."""
-    checkouts = [Path(name) for name in names]
-    seeds = [load(checkout / layout.PARAMS).seed for checkout in checkouts]
+    directories = [Path(name) for name in names]
     lines = [
-        Line(f"seed {seed}", read_curve(checkout), tone=f"tone{index}")
-        for index, (seed, checkout) in enumerate(zip(seeds, checkouts, strict=True))
+        Line(f"seed {load(directory / layout.PARAMS).seed}", read_curve(directory), f"tone{index}")
+        for index, directory in enumerate(directories)
     ]
     chart = str(line_chart(lines, size=SIZE, unit=(0.0, 1.0), title="Reward of a rollout batch"))
     tones = "".join(f".tone{index} {{ stroke: {COLOURS[index]} }}\n" for index in range(len(lines)))
