@@ -13,9 +13,9 @@ from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.base import Sampler
 from polyturn.statistics import bootstrap_interval, pass_at_k
-from polyturn.types import Group, Problem, Status
+from polyturn.types import Group, Problem, Status, Trajectory
 
-CORRECT = 1.0  # a trajectory whose reward reaches it counts as solved
+CORRECT = 1.0  # a value that counts as solved
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,14 @@ async def evaluate(
     return groups
 
 
-def is_correct(reward: float | None) -> bool:
-    """Whether a reward counts as solved; a failed trajectory (None) does not."""
-    return reward is not None and reward >= CORRECT
+def is_correct(trajectory: Trajectory) -> bool:
+    """Whether a try solved its problem: by the `correctness` term where there is one, else by the whole reward.
+
+    A failed trajectory, which carries no reward, did not.
+    """
+    if trajectory.reward is None:
+        return False
+    return trajectory.reward_terms.get("correctness", trajectory.reward) >= CORRECT
 
 
 def summarize(groups: Sequence[Group], plan: EvaluationPlan) -> Mapping[str, float]:
@@ -68,7 +73,7 @@ def summarize(groups: Sequence[Group], plan: EvaluationPlan) -> Mapping[str, flo
 
     Failed trajectories count as wrong, and their share is in `failed_fraction`.
     """
-    correct = [[is_correct(t.reward) for t in group.trajectories] for group in groups]
+    correct = [[is_correct(t) for t in group.trajectories] for group in groups]
     shares = [float(np.mean(tries)) for tries in correct]
     interval = bootstrap_interval(shares, num_samples=plan.bootstrap_samples, seed=plan.seed)
     trajectories = trajectories_of(groups)

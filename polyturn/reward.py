@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from polyturn.envs.base import load_object
 from polyturn.grading import grade as grading
 from polyturn.grading.compare import Policy, Rounding
-from polyturn.grading.extract import extract
+from polyturn.grading.extract import boxes_in, extract
 from polyturn.grading.grade import Verdict, parse_reference
 from polyturn.types import Problem, Trajectory
 
@@ -30,6 +30,7 @@ __all__ = [
     "RewardFailureError",
     "Verdict",
     "answers_match",
+    "boxed",
     "check_failures",
     "correctness",
     "extract_answer",
@@ -114,6 +115,12 @@ def correctness(trajectory: Trajectory, problem: Problem, *, params: RewardParam
             f"{verdict.failure} on answer {str(verdict.answer)[:80]!r} of problem {problem.id}"
         )
     return float(verdict.match)
+
+
+def boxed(trajectory: Trajectory, problem: Problem) -> float:
+    """Reward term: 1.0 if the last reply holds a complete box, right or wrong (a format reward, arXiv:2501.12948)."""
+    del problem
+    return float(bool(trajectory.turns and boxes_in(trajectory.turns[-1].reply_text)[0]))
 
 
 @dataclass(frozen=True)

@@ -119,9 +119,7 @@ def _write(ctx: StageContext, test: Sequence[Problem], scored: Sequence[Scored])
 def _result(index: int, problem: Problem, scored: Sequence[Scored]) -> dict[str, object]:
     """One problem's tries, correct or not, under every policy and decoding."""
     tries = {
-        f"{item.policy}/{item.decoding}": [
-            is_correct(t.reward) for t in item.groups[index].trajectories
-        ]
+        f"{item.policy}/{item.decoding}": [is_correct(t) for t in item.groups[index].trajectories]
         for item in scored
     }
     return {"id": problem.id, "answer": problem.answer, "correct": tries}

@@ -79,14 +79,23 @@ def test_summary_by_hand() -> None:
     assert summary["failed_fraction"] == pytest.approx(1 / 12)
 
 
-def test_a_failed_try_and_a_partial_reward_are_not_correct() -> None:
-    assert [is_correct(reward) for reward in (None, 0.0, 0.99, 1.0, 1.2)] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
+@pytest.mark.parametrize(
+    ("reward", "terms", "solved"),
+    [
+        (None, {}, False),
+        (0.0, {}, False),
+        (0.99, {}, False),
+        (1.0, {}, True),
+        (1.2, {}, True),
+        (0.1, {"correctness": 0.0, "boxed": 1.0}, False),
+        (0.5, {"correctness": 1.0, "boxed": 0.0}, True),
+        (1.5, {"correctness": 0.0, "bonus": 1.0}, False),
+    ],
+)
+def test_a_try_is_correct_by_the_correctness_term_if_there_is_one(
+    reward: float | None, terms: dict[str, float], solved: bool
+) -> None:
+    assert is_correct(replace(trajectory(reward), reward_terms=terms)) is solved
 
 
 def play(

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from polyturn.params import RewardParams, RewardTermParams
-from polyturn.reward import Reward, RewardFailureError, check_failures, correctness, score
+from polyturn.reward import (
+    Reward,
+    RewardFailureError,
+    boxed,
+    check_failures,
+    correctness,
+    score,
+)
 from polyturn.types import Json, Message, Problem, StopReason, Trajectory, Turn
 
 PROBLEM = Problem("p1", "train", (Message("user", ("Find x.",)),), "3 \\sqrt { 2 }")
@@ -61,6 +68,16 @@ def test_correctness_is_one_for_the_right_answer_of_the_last_reply() -> None:
     assert score(right, PROBLEM, RewardParams()) == Reward(1.0, {"correctness": 1.0})
     wrong = trajectory("Answer: \\boxed{3\\sqrt{2}}", "Answer: \\boxed{5}")
     assert score(wrong, PROBLEM, RewardParams()).total == 0.0
+
+
+def test_a_box_is_well_formed_whatever_it_holds() -> None:
+    for replies, value in (
+        (["\\boxed{1}"], 1.0),
+        (["no box"], 0.0),
+        (["\\boxed{1", "\\boxed{2"], 0.0),
+        ([], 0.0),
+    ):
+        assert boxed(trajectory(*replies), PROBLEM) == value
 
 
 def test_only_assistant_text_is_graded() -> None:
