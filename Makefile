@@ -4,7 +4,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 # Where pip looks for a CPU build of torch, if its own configuration has none (README).
 TORCH_INDEX ?=
-# A file of recipes/ without its ending, and overrides: make demo RECIPE=tiny SET="train.steps=3 seed=1"
+# A file of recipes/ without its ending, and overrides: make demo RECIPE=tiny SET="train.steps=3 seed=1"; such a
+# run works in a git worktree of its own and leaves params.yaml alone (`polyturn use` writes it).
 RECIPE ?=
 SET ?=
 # Of the Prefect server that `make services` starts.
@@ -15,7 +16,7 @@ DATA ?=
 BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.ready
 FLOW := $(BIN)/python -m flows.pipeline
-FLOW_ARGS = $(if $(RECIPE),--recipe $(RECIPE)) $(foreach pair,$(SET),--set '$(pair)')
+FLOW_ARGS = $(if $(RECIPE)$(SET),--worktree) $(if $(RECIPE),--recipe $(RECIPE)) $(foreach pair,$(SET),--set '$(pair)')
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from polyturn.types import Group
+
 
 def group_advantages(rewards: Sequence[float | None], *, normalize_std: bool) -> list[float | None]:
     """Advantage of each sibling of one group: reward minus the group's mean, divided by its sample deviation.
@@ -26,3 +28,11 @@ def group_advantages(rewards: Sequence[float | None], *, normalize_std: bool) ->
     scale = float(known.std(ddof=1)) if normalize_std else 1.0
     mean = float(known.mean())
     return [None if reward is None else (reward - mean) / scale for reward in rewards]
+
+
+def advantages_of(groups: Sequence[Group], *, normalize_std: bool) -> list[list[float | None]]:
+    """Advantages of all groups, each compared only with itself; see `group_advantages`."""
+    return [
+        group_advantages([t.reward for t in group.trajectories], normalize_std=normalize_std)
+        for group in groups
+    ]

@@ -1,7 +1,7 @@
 """GRPO (arXiv:2402.03300), top to bottom: sample groups, grade, compare siblings, update, repeat.
 
 Every random choice derives from (seed, step), so a resumed step is sampled again from its start and comes out the
-same. Left out in this version: KL to a reference, dynamic sampling, several processes.
+same. Not in this version: KL to a reference, dynamic sampling, several processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from polyturn import run_state
-from polyturn.advantage import group_advantages
+from polyturn.advantage import advantages_of
 from polyturn.candidates import Candidates
 from polyturn.learner.base import Learner, NonFiniteError, UpdateStats
 from polyturn.metrics import Metrics, rollout_metrics, update_metrics
@@ -24,7 +24,7 @@ from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.run_state import Best, RunState
 from polyturn.sampler.base import Sampler
-from polyturn.samples import with_gradient
+from polyturn.samples import probe, with_gradient
 from polyturn.schedule import draw_problems, lr_scale
 from polyturn.seeds import derive
 from polyturn.types import Group, Problem, TrainingSample
@@ -70,13 +70,13 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> Best:
         started = time.monotonic()
         groups = await _sample(parts, params, step)
         sampled = time.monotonic()
-        advantages = [_advantages(group, params) for group in groups]
+        advantages = advantages_of(groups, normalize_std=params.loss.normalize_std)
+        gap = parts.learner.logprob_gap(probe(groups))
+        _check_gap(gap, params, step)
         updates = _update(parts, params, step, with_gradient(groups, advantages))
         updated = time.monotonic()
         parts.sampler.update_weights(parts.learner.export_weights(), step + 1)
-        metrics |= rollout_metrics(groups, seed=derive(params.seed, "band", step)) | update_metrics(
-            updates
-        )
+        metrics |= rollout_metrics(groups, seed=step) | update_metrics(updates, gap=gap)
         times = {"perf/rollout_time": sampled - started, "perf/train_time": updated - sampled}
         parts.recorder.rollout(step, groups, advantages)
         parts.recorder.step(step, metrics, times)
@@ -110,11 +110,6 @@ async def _score(parts: Parts, params: Params, version: int, best: Best, metrics
     return score
 
 
-def _advantages(group: Group, params: Params) -> list[float | None]:
-    rewards = [trajectory.reward for trajectory in group.trajectories]
-    return group_advantages(rewards, normalize_std=params.loss.normalize_std)
-
-
 def _update(
     parts: Parts, params: Params, step: int, samples: Sequence[TrainingSample]
 ) -> list[UpdateStats]:
@@ -126,12 +121,15 @@ def _update(
         chosen = [samples[int(index)] for index in order[part::number]]
         if chosen:
             updates.append(_checked_update(parts, params, step, chosen))
-    if updates and updates[0].logprob_gap_mean > params.train.max_logprob_gap:
+    return updates
+
+
+def _check_gap(gap: float, params: Params, step: int) -> None:
+    if not gap <= params.train.max_logprob_gap:
         raise TrainingError(
-            f"step {step}: sampler and learner differ by {updates[0].logprob_gap_mean:.3f} nats a token, more than "
+            f"step {step}: sampler and learner differ by {gap:.3f} nats a token, more than "
             f"train.max_logprob_gap {params.train.max_logprob_gap}; check that both see the same pictures and weights"
         )
-    return updates
 
 
 def _checked_update(

@@ -58,17 +58,20 @@ def rollout_metrics(groups: Sequence[Group], *, seed: int) -> Metrics:
     return metrics
 
 
-def update_metrics(updates: Sequence[UpdateStats]) -> Metrics:
-    """Means over a rollout's updates; the sampler/learner gap is that of the first, whose weights sampled."""
+def update_metrics(updates: Sequence[UpdateStats], *, gap: float) -> Metrics:
+    """Means over a rollout's updates; `gap` is the sampler/learner logprob gap measured before the first."""
+    always = {
+        "train/num_updates": float(len(updates)),
+        "train/train_rollout_logprob_abs_diff": gap,
+    }
     if not updates:
-        return {"train/num_updates": 0.0}
+        return always
 
     def mean(name: str) -> float:
         return float(np.mean([getattr(update, name) for update in updates]))
 
     first = updates[0]
-    return {
-        "train/num_updates": float(len(updates)),
+    return always | {
         "train/loss": mean("loss"),
         "train/pg_clipfrac": mean("clip_fraction"),
         "train/ppo_kl": mean("kl"),
@@ -76,7 +79,6 @@ def update_metrics(updates: Sequence[UpdateStats]) -> Metrics:
         "train/grad_norm": mean("grad_norm"),
         "train/lr": first.lr,
         "train/num_tokens": float(sum(update.num_tokens for update in updates)),
-        "train/train_rollout_logprob_abs_diff": first.logprob_gap_mean,
         "train/train_rollout_logprob_abs_diff_max": first.logprob_gap_max,
         "train/first_ratio_error": first.max_ratio_error,
     }

@@ -334,7 +334,6 @@ class DoctorParams(Section):
     """Preflight."""
 
     min_free_gb: NonNegativeFloat = 1.0
-    allow: tuple[str, ...] = ()  # red lines that may pass
 
 
 class Params(Section):
@@ -359,6 +358,21 @@ class Params(Section):
 
 
 Tree = dict[str, object]
+
+
+def check_supported(params: Params) -> None:
+    """Refuse what params can say and this version cannot do, before any stage does work.
+
+    Raises:
+        ParamsError: the message names the key, its value and what to use.
+    """
+    for key, value, known in (
+        ("sampler.backend", params.sampler.backend, "hf"),
+        ("learner.backend", params.learner.backend, "fsdp"),
+        ("learner.num_processes", params.learner.num_processes, 1),
+    ):
+        if value != known:
+            raise ParamsError(f"{key}: {value} is not in this version of polyturn; use {known}")
 
 
 def parse(tree: Mapping[str, object], *, origin: str = "params.yaml") -> Params:

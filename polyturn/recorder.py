@@ -104,7 +104,7 @@ class Recorder:
         shown = {
             "reward": metrics["rollout/raw_reward"],
             "turns": metrics["multi_turn/turns/mean"],
-            "gap": metrics.get("train/train_rollout_logprob_abs_diff", 0.0),
+            "gap": metrics["train/train_rollout_logprob_abs_diff"],
             "rollout_s": times["perf/rollout_time"],
             "train_s": times["perf/train_time"],
         }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from polyturn.envs.base import ToolSchema
 from polyturn.envs.demonstration import Demonstration, Say
 from polyturn.render import Renderer
 from polyturn.types import Group, ImageRecord, TrainingSample, Trajectory
@@ -38,9 +39,17 @@ def with_gradient(
     ]
 
 
-def from_demonstration(demonstration: Demonstration, renderer: Renderer) -> TrainingSample:
-    """The sample of a demonstrated conversation, masked to what its replies train."""
-    prompt = renderer.prompt(demonstration.prompt)
+def probe(groups: Sequence[Group]) -> list[TrainingSample]:
+    """One sample of each group: enough to compare the learner's logprobs with the sampler's before an update."""
+    first = [next((t for t in g.trajectories if t.num_sampled), None) for g in groups]
+    return [from_trajectory(trajectory, 0.0) for trajectory in first if trajectory is not None]
+
+
+def from_demonstration(
+    demonstration: Demonstration, renderer: Renderer, tools: Sequence[ToolSchema] = ()
+) -> TrainingSample:
+    """The sample of a demonstrated conversation, masked to what its replies train; `tools` stand in its prompt."""
+    prompt = renderer.prompt(demonstration.prompt, tools)
     token_ids: list[int] = list(prompt.token_ids)
     loss_mask = [0] * len(token_ids)
     images: list[ImageRecord] = list(prompt.images)

@@ -20,7 +20,7 @@ import torch
 
 from polyturn import vision
 from polyturn.batching import collate, micro_batches
-from polyturn.envs.base import load_object
+from polyturn.envs.base import ToolSchema, load_object
 from polyturn.envs.demonstration import Demonstration
 from polyturn.forward import Scores
 from polyturn.learner.base import NonFiniteError
@@ -65,20 +65,50 @@ class PhaseReport:
     answer_nats: Mapping[str, float]
 
 
-def load_examples(params: WarmstartParams) -> Examples:
-    """The examples callable; it takes (kind, problem, rng) and, if it wants them, warmstart.example_params."""
-    target = cast(
-        "Callable[..., Demonstration]", load_object(params.examples, "warmstart.examples")
-    )
-    if len(inspect.signature(target).parameters) == 3:
-        return target
-    return lambda kind, problem, rng: target(kind, problem, rng, params.example_params)
+def no_tools(problem: Problem) -> Sequence[ToolSchema]:
+    """For prompts that show no function schemas."""
+    del problem
+    return ()
+
+
+@dataclass(frozen=True)
+class ExampleSource:
+    """Where examples come from: problems, who demonstrates on them, and the tools that a problem's prompt shows."""
+
+    problems: Sequence[Problem]
+    demonstrate: Examples
+    tools_of: Callable[[Problem], Sequence[ToolSchema]] = no_tools
+
+    @classmethod
+    def load(
+        cls,
+        params: WarmstartParams,
+        problems: Sequence[Problem],
+        tools_of: Callable[[Problem], Sequence[ToolSchema]] = no_tools,
+    ) -> ExampleSource:
+        """Import warmstart.examples; it takes (kind, problem, rng) and, if it wants them, example_params."""
+        target = cast(
+            "Callable[..., Demonstration]", load_object(params.examples, "warmstart.examples")
+        )
+        if len(inspect.signature(target).parameters) == 3:
+            return cls(problems, target, tools_of)
+        return cls(
+            problems,
+            lambda kind, problem, rng: target(kind, problem, rng, params.example_params),
+            tools_of,
+        )
+
+    def sample(self, kind: str, rng: random.Random, renderer: Renderer) -> TrainingSample:
+        """One example on a problem drawn with replacement."""
+        problem = rng.choice(self.problems)
+        demonstration = self.demonstrate(kind, problem, rng)
+        return from_demonstration(demonstration, renderer, self.tools_of(problem))
 
 
 def warm_start(
     policy: Policy,
     renderer: Renderer,
-    problems: Sequence[Problem],
+    source: ExampleSource,
     params: WarmstartParams,
     *,
     seed: int,
@@ -91,13 +121,10 @@ def warm_start(
         NonFiniteError: loss or gradients are not finite.
     """
     trainer = _Trainer(policy, renderer, params)
-    examples = load_examples(params)
     reports: list[PhaseReport] = []
     for phase in params.phases:
         reports.append(
-            _run_phase(
-                phase, trainer, examples, problems, derive(seed, "warmstart", phase.name), on_step
-            )
+            _run_phase(phase, trainer, source, derive(seed, "warmstart", phase.name), on_step)
         )
         logger.info("warm start phase %s ended after %d steps", phase.name, reports[-1].num_steps)
     trainer.freeze_vision(False)
@@ -107,8 +134,7 @@ def warm_start(
 def _run_phase(
     phase: PhaseParams,
     trainer: _Trainer,
-    examples: Examples,
-    problems: Sequence[Problem],
+    source: ExampleSource,
     seed: int,
     on_step: Callable[[StepReport], None],
 ) -> PhaseReport:
@@ -116,7 +142,7 @@ def _run_phase(
     trainer.freeze_vision(phase.freeze_vision)
 
     def take_step(step: int, scale: float) -> StepReport:
-        samples = draw_examples(phase, examples, problems, trainer.renderer, derive(seed, step))
+        samples = draw_examples(phase, source, trainer.renderer, derive(seed, step))
         report = trainer.step(samples, _lr(phase, step, scale), phase.name, step)
         gates.add(report.answer_nats)
         on_step(report)
@@ -140,12 +166,11 @@ class _Gates:
     """Watches the losses that end a phase."""
 
     def __init__(self, phase: PhaseParams) -> None:
-        counts = kind_counts(phase.mix, phase.batch_size)
-        for kind in phase.gates:
-            if not counts[kind]:
+        for kind, count in kind_counts(phase.mix, phase.batch_size).items():
+            if not count:
                 raise WarmstartError(
-                    f"warmstart.phases: {phase.name} has no example of its gate {kind} in a batch of "
-                    f"{phase.batch_size}; raise batch_size or its share of mix"
+                    f"warmstart.phases: {phase.name} has no example of {kind} in a batch of {phase.batch_size}; "
+                    "raise batch_size or its share of mix"
                 )
         self._limits = phase.gates
         self._recent = {kind: deque[float](maxlen=phase.gate_window) for kind in phase.gates}
@@ -174,16 +199,12 @@ def _decay(step: int, num_steps: int) -> float:
 
 
 def draw_examples(
-    phase: PhaseParams,
-    examples: Examples,
-    problems: Sequence[Problem],
-    renderer: Renderer,
-    seed: int,
+    phase: PhaseParams, source: ExampleSource, renderer: Renderer, seed: int
 ) -> list[TrainingSample]:
-    """One batch of a phase: the shares of its mix, problems drawn with replacement."""
+    """One batch of a phase: the shares of its mix."""
     rng = random.Random(seed)
     return [
-        from_demonstration(examples(kind, rng.choice(problems), rng), renderer)
+        source.sample(kind, rng, renderer)
         for kind, count in kind_counts(phase.mix, phase.batch_size).items()
         for _ in range(count)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -14,7 +15,17 @@ from polyturn.params import Params, read_tree
 
 # Keys that change when or where something is written, or how far a run goes, but not what a step computes.
 _NOT_IN_KEY = {"train": ("steps", "checkpoint_every", "resume", "work_uri")}
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pillow", "safetensors")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "pillow",
+    "safetensors",
+    "math-verify",
+    "sympy",
+    "mpmath",
+)
 
 
 def work_key(stage: str, params: Params) -> str:
@@ -35,6 +46,7 @@ def work_key(stage: str, params: Params) -> str:
         for name in declared["params"]
     }
     digest = hashlib.sha256(json.dumps(sections, sort_keys=True).encode())
+    digest.update(f"python {platform.python_version()}\n".encode())
     for package in _PACKAGES:
         digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
     for path in sorted(file for dep in declared["deps"] for file in _files(Path(dep))):

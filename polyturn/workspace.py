@@ -138,7 +138,7 @@ def _update(document: MutableMapping[str, object], changes: Mapping[str, object]
 def create(root: Path, name: str, changes: Mapping[str, object]) -> Path:
     """Make a git worktree of the current commit with `changes` in its params.yaml; return its path.
 
-    It shares the DVC cache with `root`. A relative data.path or model.path is taken from `root`.
+    One of the same name, which a failed run has left, is replaced. It shares the DVC cache with `root`. A relative data.path or model.path is taken from `root`.
 
     Raises:
         WorkspaceError: `root` has uncommitted edits (they would silently not be part of the run), or git fails.
@@ -151,6 +151,8 @@ def create(root: Path, name: str, changes: Mapping[str, object]) -> Path:
         )
     path = root / layout.STATE / "worktrees" / name
     _git(root, "worktree", "prune")
+    if path.exists():
+        remove(root, path)
     _git(root, "worktree", "add", "--quiet", "--detach", str(path), "HEAD")
     write_params(path, _absolute_paths(root, changes))
     _dvc(path, "cache", "dir", "--local", str(_cache_dir(root)))

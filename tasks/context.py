@@ -90,6 +90,7 @@ def _run(name: str, body: Body) -> None:
     with lease.hold(work_dir.with_suffix(".lock"), what=f"stage {name}", parent=parent):
         before = inputs.read(name)
         loaded = params.load(layout.PARAMS)
+        params.check_supported(loaded)
         _check_disk(loaded.doctor.min_free_gb)
         work_dir.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()

@@ -10,7 +10,7 @@ from pathlib import Path
 from polyturn import data, layout, model, small_model
 from polyturn.corpus import corpus
 from polyturn.data.files import write_jsonl
-from polyturn.envs.base import EnvContext, build, load_object
+from polyturn.envs.base import load_object, prompt_tools
 from polyturn.params import Params
 from polyturn.render import Renderer
 from polyturn.runtime import set_up_torch
@@ -90,8 +90,7 @@ def _token_counter(params: Params, policy: model.Policy) -> Callable[[Problem], 
     builder = load_object(params.env.build, "env.build")
 
     def count(problem: Problem) -> int:
-        env = build(builder, EnvContext(problem, params.env.params))
-        tools = getattr(env, "tools", ()) if params.env.tools_in_prompt else ()
+        tools = prompt_tools(builder, params.env, problem)
         return len(renderer.prompt(problem.messages, tools).token_ids)
 
     return count

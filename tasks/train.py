@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyturn import data, grpo, layout, model
+from polyturn import data, grpo, layout, lease, model
 from polyturn.candidates import Candidates
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.metrics import curve_csv
@@ -28,9 +28,14 @@ _log = logging.getLogger(__name__)
 def body(ctx: StageContext) -> None:
     """Train in the work directory of this run's key, then move the results into place."""
     params = ctx.params
-    _check_backends(params)
     set_up_torch(params)
     work = _work_dir(ctx)
+    with lease.hold(work.with_suffix(".lock"), what=f"training run {work.name}", parent=None):
+        _train(ctx, work)
+
+
+def _train(ctx: StageContext, work: Path) -> None:
+    params = ctx.params
     is_resumed = params.train.resume != "never"
     if not is_resumed:
         shutil.rmtree(work, ignore_errors=True)
@@ -42,15 +47,6 @@ def body(ctx: StageContext) -> None:
         best = asyncio.run(grpo.train(parts, params, resume=is_resumed))
     _publish(ctx, recorder, parts.candidates.path(best.version), best)
     ctx.leftovers.append(work)
-
-
-def _check_backends(params: Params) -> None:
-    for key, value, known in (
-        ("sampler.backend", params.sampler.backend, "hf"),
-        ("learner.backend", params.learner.backend, "fsdp"),
-    ):
-        if value != known:
-            raise ValueError(f"{key}: {value} is not in this version of polyturn; use {known}")
 
 
 def _work_dir(ctx: StageContext) -> Path:

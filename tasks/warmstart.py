@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from polyturn import data, layout, model
+from polyturn.envs.base import load_object, prompt_tools
+from polyturn.params import Params
 from polyturn.progress import Progress
 from polyturn.render import Renderer
 from polyturn.runtime import set_up_torch
 from polyturn.seeds import derive
-from polyturn.warmstart import StepReport, warm_start
+from polyturn.types import Problem
+from polyturn.warmstart import ExampleSource, StepReport, warm_start
 from tasks.context import StageContext, run_stage
 
 _log = logging.getLogger(__name__)
@@ -47,7 +51,7 @@ def body(ctx: StageContext) -> None:
         reports = warm_start(
             policy,
             Renderer(policy),
-            train,
+            _source(ctx.params, train),
             ctx.params.warmstart,
             seed=derive(ctx.params.seed, "warmstart"),
             on_step=on_step,
@@ -60,6 +64,14 @@ def body(ctx: StageContext) -> None:
         ]
         ctx.run.log_metrics({f"warmstart/{report.phase}/num_steps": report.num_steps})
         _log.info("warm start: phase %s took %d steps (%s)", report.phase, report.num_steps, gate)
+
+
+def _source(params: Params, problems: Sequence[Problem]) -> ExampleSource:
+    """Demonstrations under the prompts that rollouts will show, tools included."""
+    builder = load_object(params.env.build, "env.build")
+    return ExampleSource.load(
+        params.warmstart, problems, lambda problem: prompt_tools(builder, params.env, problem)
+    )
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from PIL import Image
 
 from polyturn.types import ImageRecord, Json, Message, Problem, Role
+
+if TYPE_CHECKING:
+    from polyturn.params import EnvParams
 
 ToolSchema = Mapping[str, Json]
 
@@ -113,6 +116,16 @@ def build(builder: Callable[..., object], context: EnvContext) -> Env:
             f"env.build: {builder!r} returned {type(env).__name__}, which has no step()"
         )
     return cast("Env", env)
+
+
+def prompt_tools(
+    builder: Callable[..., object], env: EnvParams, problem: Problem
+) -> Sequence[ToolSchema]:
+    """The function schemas that a problem's prompt shows: those of its environment, or none."""
+    if not env.tools_in_prompt:
+        return ()
+    built = build(builder, EnvContext(problem, env.params))
+    return cast("Sequence[ToolSchema]", getattr(built, "tools", ()) or ())
 
 
 def observation_message(env: Env, observation: object) -> Message:

@@ -50,6 +50,10 @@ class Learner(Protocol):
         """
         ...
 
+    def logprob_gap(self, samples: Sequence[TrainingSample]) -> float:
+        """Mean |learner - sampler| logprob over the trained tokens, without training on them."""
+        ...
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All parameters under their Hugging Face names (collective)."""
         ...

@@ -112,6 +112,18 @@ class FsdpLearner:
             max_ratio_error=sums.ratio_error,
         )
 
+    @torch.no_grad()
+    def logprob_gap(self, samples: Sequence[TrainingSample]) -> float:
+        """Mean |learner - sampler| logprob over the trained tokens (0 if there are none), without training."""
+        total, num_tokens = 0.0, 0
+        for indices in micro_batches(samples, self.params.micro_batch_tokens):
+            batch = collate([samples[i] for i in indices], [0.0] * len(indices), self.renderer)
+            features = self._tower.features(batch.images)
+            scores = score_batch(self.policy, batch, features, self.temperature)
+            total += float((scores.logprobs - trained(batch, batch.logprobs)).abs().sum())
+            num_tokens += len(scores.logprobs)
+        return total / max(1, num_tokens)
+
     def _accumulate(self, batch: Batch, sums: _Sums, *, is_on_policy: bool) -> None:
         scores = score_batch(
             self.policy, batch, self._tower.features(batch.images), self.temperature

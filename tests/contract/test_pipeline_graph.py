@@ -138,7 +138,7 @@ def test_every_data_dep_is_an_out_of_an_earlier_stage(stages: dict[str, Stage]) 
         written |= paths(stage, "outs", "metrics", "plots")
 
 
-@pytest.mark.parametrize("name", ["fetch", "warmstart", "train", "evaluate"])
+@pytest.mark.parametrize("name", ["fetch", "model", "warmstart", "train", "evaluate"])
 def test_plugins_are_a_dep_of_the_stages_that_load_user_code(
     stages: dict[str, Stage], name: str
 ) -> None:

@@ -31,7 +31,7 @@ from polyturn.run_state import Best
 from polyturn.sampler.hf import HfSampler
 from polyturn.schedule import lr_scale
 from polyturn.types import Problem, TrainingSample, Trajectory
-from polyturn.warmstart import warm_start
+from polyturn.warmstart import ExampleSource, warm_start
 from tests.unit import tiny
 
 TRAIN, VALIDATION = tiny.problems(6), tiny.problems(4, "validation")
@@ -101,7 +101,14 @@ def policy() -> Policy:
     own = tiny.qwen3()
     phase = PhaseParams(name="end", mix={"easy": 1.0}, batch_size=8, lr=5e-3, max_steps=12)
     params = WarmstartParams(examples="tests.unit.test_grpo:short_reply", phases=(phase,))
-    warm_start(own, Renderer(own), TRAIN, params, seed=0, on_step=lambda _: None)
+    warm_start(
+        own,
+        Renderer(own),
+        ExampleSource.load(params, TRAIN),
+        params,
+        seed=0,
+        on_step=lambda _: None,
+    )
     return own
 
 

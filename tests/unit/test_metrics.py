@@ -91,25 +91,28 @@ def test_a_rollout_without_any_reward_still_has_metrics() -> None:
     assert metrics["rollout/failed_ratio"] == 1.0
 
 
-def test_update_metrics_are_means_and_the_gap_is_the_first_updates() -> None:
+def test_update_metrics_are_means_beside_the_measured_gap() -> None:
     second = replace(UPDATE, loss=0.7, num_tokens=20, logprob_gap_mean=0.3, clip_fraction=0.3)
-    metrics = update_metrics([UPDATE, second])
+    metrics = update_metrics([UPDATE, second], gap=0.25)
     assert metrics["train/loss"] == pytest.approx(0.6)
     assert metrics["train/pg_clipfrac"] == pytest.approx(0.2)
     assert metrics["train/num_tokens"] == 30
     assert metrics["train/num_updates"] == 2
-    assert metrics["train/train_rollout_logprob_abs_diff"] == 1e-6
-    assert update_metrics([]) == {"train/num_updates": 0.0}
+    assert metrics["train/train_rollout_logprob_abs_diff"] == 0.25
+    assert update_metrics([], gap=0.25) == {
+        "train/num_updates": 0.0,
+        "train/train_rollout_logprob_abs_diff": 0.25,
+    }
 
 
 def test_curve_has_a_row_per_step_and_gaps_where_a_metric_is_missing() -> None:
     history = [
         {
             **rollout_metrics(groups(), seed=0),
-            **update_metrics([UPDATE]),
+            **update_metrics([UPDATE], gap=0.25),
             "eval/accuracy": 0.1 + 0.2,
         },
-        update_metrics([]),
+        update_metrics([], gap=0.25),
     ]
     rows = list(csv.DictReader(io.StringIO(curve_csv(history))))
     assert [row["step"] for row in rows] == ["0", "1"]

@@ -104,3 +104,14 @@ def test_demonstration_renders_like_a_conversation_and_trains_its_replies(
 def test_turns_that_do_not_alternate_are_refused(turns: tuple[Say | Message, ...]) -> None:
     with pytest.raises(ValueError, match="must alternate Say, Message"):
         Demonstration((Message("user", ("Find x.",)),), turns, "read")
+
+
+def test_tools_of_the_environment_stand_in_a_demonstrations_prompt(renderer: Renderer) -> None:
+    demonstration = Demonstration((Message("user", ("q",)),), (Say("a"),), "easy")
+    tools = [{"type": "function", "function": {"name": "zoom"}}]
+    without = from_demonstration(demonstration, renderer)
+    shown = from_demonstration(demonstration, renderer, tools)
+    prompt = renderer.prompt(demonstration.prompt, tools)
+    assert tuple(shown.token_ids[: len(prompt.token_ids)]) == prompt.token_ids
+    assert len(shown.token_ids) > len(without.token_ids)
+    assert shown.loss_mask.sum() == without.loss_mask.sum()

@@ -21,6 +21,7 @@ from polyturn.render import Renderer
 from polyturn.samples import from_demonstration
 from polyturn.types import Message, Problem, TrainingSample
 from polyturn.warmstart import (
+    ExampleSource,
     PhaseReport,
     StepReport,
     draw_examples,
@@ -66,7 +67,14 @@ def run(
 ) -> tuple[Policy, list[PhaseReport], list[StepReport]]:
     own = tiny.copy_of(policy)
     steps: list[StepReport] = []
-    reports = warm_start(own, Renderer(own), PROBLEMS, params, seed=seed, on_step=steps.append)
+    reports = warm_start(
+        own,
+        Renderer(own),
+        ExampleSource.load(params, PROBLEMS),
+        params,
+        seed=seed,
+        on_step=steps.append,
+    )
     return own, reports, steps
 
 
@@ -112,11 +120,11 @@ def test_the_answer_is_what_the_last_reply_trains(
 
 def test_examples_follow_their_seed_alone(renderer: Renderer) -> None:
     params = WarmstartParams(example_params=EXAMPLE_PARAMS)
-    examples = warmstart.load_examples(params)
+    source = ExampleSource.load(params, PROBLEMS)
     chosen = phase(mix={"search": 0.4, "guess": 0.6}, batch_size=10)
 
     def drawn(seed: int) -> list[tuple[str, list[int]]]:
-        samples = draw_examples(chosen, examples, PROBLEMS, renderer, seed)
+        samples = draw_examples(chosen, source, renderer, seed)
         return [(sample.kind, sample.token_ids.tolist()) for sample in samples]
 
     assert drawn(1) == drawn(1)
@@ -130,7 +138,7 @@ def test_loss_is_the_mean_over_trained_tokens_and_answers_the_last_reply(policy:
     _, _, (whole,) = run(policy, params_of(chosen))
     renderer = Renderer(policy)
     samples = draw_examples(
-        chosen, two_kinds, PROBLEMS, renderer, warmstart.derive(warmstart.derive(0, "warmstart", "one"), 0)
+        chosen, ExampleSource(PROBLEMS, two_kinds), renderer, warmstart.derive(warmstart.derive(0, "warmstart", "one"), 0)
     )  # fmt: skip
     losses, answers = [], {"easy": [], "later": []}
     for sample in samples:
@@ -260,6 +268,6 @@ def test_examples_with_and_without_params_are_called_alike() -> None:
     without = params_of()
     for params, kind in ((with_params, "read"), (without, "easy")):
         made: Sequence[object] = [
-            warmstart.load_examples(params)(kind, PROBLEMS[0], random.Random(0))
+            ExampleSource.load(params, PROBLEMS).demonstrate(kind, PROBLEMS[0], random.Random(0))
         ]
         assert isinstance(made[0], Demonstration)
