@@ -360,16 +360,16 @@ class Params(Section):
 Tree = dict[str, object]
 
 
-def check_supported(params: Params) -> None:
+def check_supported(chosen: Params) -> None:
     """Refuse what params can say and this version cannot do, before any stage does work.
 
     Raises:
         ParamsError: the message names the key, its value and what to use.
     """
     for key, value, known in (
-        ("sampler.backend", params.sampler.backend, "hf"),
-        ("learner.backend", params.learner.backend, "fsdp"),
-        ("learner.num_processes", params.learner.num_processes, 1),
+        ("sampler.backend", chosen.sampler.backend, "hf"),
+        ("learner.backend", chosen.learner.backend, "fsdp"),
+        ("learner.num_processes", chosen.learner.num_processes, 1),
     ):
         if value != known:
             raise ParamsError(f"{key}: {value} is not in this version of polyturn; use {known}")

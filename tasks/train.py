@@ -29,6 +29,8 @@ def body(ctx: StageContext) -> None:
     """Train in the work directory of this run's key, then move the results into place."""
     params = ctx.params
     set_up_torch(params)
+    engines = {"sampler": params.sampler.backend, "learner": params.learner.backend}
+    ctx.run.set_tags(engines)
     work = _work_dir(ctx)
     with lease.hold(work.with_suffix(".lock"), what=f"training run {work.name}", parent=None):
         _train(ctx, work)

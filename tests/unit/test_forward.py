@@ -139,7 +139,7 @@ def test_each_distinct_picture_is_encoded_once(policy: Policy, renderer: Rendere
 
 @torch.no_grad()
 def test_pictures_encode_alike_in_any_company(policy: Policy) -> None:
-    reader = vision.PatchReader(policy, capacity=1)
+    reader = vision.PatchReader(policy, max_bytes=0)
     together = vision.encode(policy, reader, PICTURES)
     for image, features in zip(PICTURES, together, strict=True):
         (alone,) = vision.encode(policy, reader, [image])
@@ -157,7 +157,9 @@ def test_patches_are_read_once_while_they_are_kept(policy: Policy) -> None:
             return super().read()
 
     first, second = (Counted(i.sha256, i.width, i.height, data=i.data) for i in PICTURES[:2])
-    reader = vision.PatchReader(policy, capacity=1)
+    one = vision.PatchReader(policy).read(PICTURES[0])
+    room = sum(tensor.untyped_storage().nbytes() for tensor in one)
+    reader = vision.PatchReader(policy, max_bytes=room)
     assert torch.equal(reader.read(first)[0], reader.read(first)[0])
     reader.read(second)
     reader.read(first)
