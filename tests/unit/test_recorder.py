@@ -13,7 +13,11 @@ from tests.unit import tiny
 from tests.unit.test_evaluate import trajectory
 from tests.unit.test_metrics import CALL, saying
 
-STEP = {"rollout/raw_reward": 0.5, "multi_turn/turns/mean": 1.0}
+STEP = {
+    "rollout/raw_reward": 0.5,
+    "multi_turn/turns/mean": 1.0,
+    "train/train_rollout_logprob_abs_diff": 0.0,
+}
 TIMES = {"perf/rollout_time": 1.0, "perf/train_time": 2.0}
 
 
