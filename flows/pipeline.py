@@ -21,7 +21,7 @@ from prefect.settings import get_current_settings
 from pydantic import JsonValue
 
 from flows import graph, summary
-from polyturn import layout, tracking, workspace
+from polyturn import layout, params, tracking, workspace
 from polyturn.report.write import write_report
 from tasks.context import PARENT_RUN
 from tasks.failure import FAILURE, USER_ERROR
@@ -60,7 +60,7 @@ def pipeline(
         WorkspaceError: a worktree is asked for beside uncommitted edits.
         StageFailedError: a stage failed; finished stages are kept.
     """
-    plan = workspace.compose(ROOT, recipe=recipe, overrides=overrides or {})
+    plan = _plan(recipe, overrides or {})
     place = _make_place(plan.changes, in_worktree=in_worktree)
     pipeline_graph = graph.read(place.root)
     create_markdown_artifact(
@@ -76,6 +76,12 @@ def pipeline(
             create_link_artifact(run.url, link_text="MLflow run", key="mlflow-run")
     _finish(place, reports)
     return {r.stage: r.result for r in reports}
+
+
+def _plan(recipe: str | None, overrides: Mapping[str, JsonValue]) -> workspace.Plan:
+    plan = workspace.compose(ROOT, recipe=recipe, overrides=overrides)
+    params.check_supported(plan.params)
+    return plan
 
 
 def _make_place(changes: Mapping[str, object], *, in_worktree: bool) -> Place:
@@ -149,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
     try:
         overrides = cast("dict[str, JsonValue]", workspace.parse_pairs(chosen.pairs))
-        workspace.compose(ROOT, recipe=chosen.recipe, overrides=overrides)
+        _plan(chosen.recipe, overrides)
         _check_server()
         pipeline(recipe=chosen.recipe, overrides=overrides, in_worktree=chosen.worktree)
     except StageFailedError as error:

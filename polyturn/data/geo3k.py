@@ -139,7 +139,10 @@ def open_geo3k(params: DataParams, images: ImagesParams, work_dir: Path) -> File
         return HubSource(
             params.path, hub_commit(params.path, params.revision), base_url=params.base_url
         )
-    raise ParamsError(f"data.path: {params.path!r} is neither a file nor a directory")
+    raise ParamsError(
+        f"data.path: {params.path!r} is neither a file nor a directory; name a directory with problems.jsonl or "
+        "*.parquet, one such file, an s3:// URI or a hub id"
+    )
 
 
 def dataset_files(directory: Path) -> tuple[Path, ...]:
