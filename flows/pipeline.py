@@ -21,8 +21,9 @@ from prefect.settings import get_current_settings
 from pydantic import JsonValue
 
 from flows import graph, summary
-from polyturn import layout, params, tracking, workspace
+from polyturn import layout, tracking, workspace
 from polyturn.report.write import write_report
+from polyturn.supported import check_supported
 from tasks.context import PARENT_RUN
 from tasks.failure import FAILURE, USER_ERROR
 from tasks.stage import StageFailedError, StageReport, run_dvc_stage
@@ -80,7 +81,7 @@ def pipeline(
 
 def _plan(recipe: str | None, overrides: Mapping[str, JsonValue]) -> workspace.Plan:
     plan = workspace.compose(ROOT, recipe=recipe, overrides=overrides)
-    params.check_supported(plan.params)
+    check_supported(plan.params)
     return plan
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from polyturn.params_tree import ParamsError, read_tree
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -16,10 +17,6 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 ObjectPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-
-
-class ParamsError(ValueError):
-    """params.yaml (or an overlay or override) is wrong; the message names key, value and fix, a line each."""
 
 
 class Section(BaseModel):
@@ -357,24 +354,6 @@ class Params(Section):
     doctor: DoctorParams = DoctorParams()
 
 
-Tree = dict[str, object]
-
-
-def check_supported(chosen: Params) -> None:
-    """Refuse what params can say and this version cannot do, before any stage does work.
-
-    Raises:
-        ParamsError: the message names the key, its value and what to use.
-    """
-    for key, value, known in (
-        ("sampler.backend", chosen.sampler.backend, "hf"),
-        ("learner.backend", chosen.learner.backend, "fsdp"),
-        ("learner.num_processes", chosen.learner.num_processes, 1),
-    ):
-        if value != known:
-            raise ParamsError(f"{key}: {value} is not in this version of polyturn; use {known}")
-
-
 def parse(tree: Mapping[str, object], *, origin: str = "params.yaml") -> Params:
     """Validate a parsed params tree.
 
@@ -406,52 +385,6 @@ def _siblings(path: Sequence[str | int]) -> list[str]:
             return ["see polyturn/params.py"]
         section = annotation
     return sorted(section.model_fields)
-
-
-def read_tree(path: Path) -> Tree:
-    """Read one YAML mapping.
-
-    Raises:
-        ParamsError: the file is missing, is no YAML, or holds no mapping.
-    """
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ParamsError(
-            f"{path} does not exist; run from the checkout or name another file"
-        ) from None
-    except yaml.YAMLError as error:
-        raise ParamsError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ParamsError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
-    return cast("Tree", tree)
-
-
-def merge(base: Mapping[str, object], overlay: Mapping[str, object]) -> Tree:
-    """Lay `overlay` over `base`: mappings merge key by key, anything else replaces."""
-    merged: Tree = dict(base)
-    for key, value in overlay.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge(cast("Tree", old), cast("Tree", value))
-        else:
-            merged[key] = value
-    return merged
-
-
-def override(tree: Mapping[str, object], dotted: Mapping[str, object]) -> Tree:
-    """Apply dotted overrides such as {"train.lr": 1e-5}.
-
-    Raises:
-        ParamsError: a dotted name runs through something that is no mapping.
-    """
-    merged: Tree = dict(tree)
-    for name, value in dotted.items():
-        nested: object = value
-        for part in reversed(name.split(".")):
-            nested = {part: nested}
-        merged = merge(merged, cast("Tree", nested))
-    return merged
 
 
 def load(path: Path = Path("params.yaml")) -> Params:

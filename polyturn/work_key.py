@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import cast
 
 from polyturn import layout
-from polyturn.params import Params, read_tree
+from polyturn.params import Params
+from polyturn.params_tree import read_tree
 
 # Keys that change when or where something is written, or how far a run goes, but not what a step computes.
 _NOT_IN_KEY = {"train": ("steps", "checkpoint_every", "resume", "work_uri")}

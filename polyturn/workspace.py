@@ -17,7 +17,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from polyturn import layout, params
-from polyturn.params import Params, ParamsError, Tree
+from polyturn.params import Params
+from polyturn.params_tree import ParamsError, Tree, merge, override, read_tree
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +49,19 @@ def compose(root: Path, *, recipe: str | None, overrides: Mapping[str, object]) 
     Raises:
         ParamsError: the recipe does not exist, or the result is wrong; the message names recipe or key.
     """
-    base = params.read_tree(root / layout.PARAMS)
+    base = read_tree(root / layout.PARAMS)
     changes: Tree = {}
     if recipe is not None:
         path = root / RECIPES / f"{recipe}.yaml"
         if not path.is_file():
             known = ", ".join(recipe_names(root)) or "none"
             raise ParamsError(f"recipe {recipe!r} is not in {RECIPES}/; known: {known}")
-        changes = params.read_tree(path)
-    changes = params.override(changes, overrides)
+        changes = read_tree(path)
+    changes = override(changes, overrides)
     origin = " + ".join(
         ["params.yaml", *([recipe] if recipe else []), *(["overrides"] if overrides else [])]
     )
-    return Plan(changes, params.parse(params.merge(base, changes), origin=origin))
+    return Plan(changes, params.parse(merge(base, changes), origin=origin))
 
 
 def parse_pairs(pairs: Sequence[str]) -> dict[str, object]:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from polyturn import layout, lease, params, processes, tracking
 from polyturn.params import Params
+from polyturn.supported import check_supported
 from polyturn.tracking import lineage
 from tasks import failure, inputs
 
@@ -90,7 +91,7 @@ def _run(name: str, body: Body) -> None:
     with lease.hold(work_dir.with_suffix(".lock"), what=f"stage {name}", parent=parent):
         before = inputs.read(name)
         loaded = params.load(layout.PARAMS)
-        params.check_supported(loaded)
+        check_supported(loaded)
         _check_disk(loaded.doctor.min_free_gb)
         work_dir.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from polyturn import layout, params
+from polyturn import layout
+from polyturn.params_tree import read_tree
 
 _MAX_HASHED_BYTES = 1_000_000  # larger files (weights) are told apart by size and time of change
 
@@ -51,11 +52,11 @@ def read(stage: str, *, known: Inputs | None = None) -> Inputs:
         ValueError: dvc.yaml has no such stage; ParamsError for an unreadable params.yaml or dvc.yaml.
     """
     declared = cast(
-        "Mapping[str, Mapping[str, Sequence[str]]]", params.read_tree(layout.DVC_YAML)["stages"]
+        "Mapping[str, Mapping[str, Sequence[str]]]", read_tree(layout.DVC_YAML)["stages"]
     )
     if stage not in declared:
         raise ValueError(f"dvc.yaml has no stage {stage!r}, only {', '.join(declared)}")
-    tree = params.read_tree(layout.PARAMS)
+    tree = read_tree(layout.PARAMS)
     sections = {name: _value(tree, name) for name in declared[stage].get("params", ())}
     before = known.files if known else {}
     files = {

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyturn import layout, params, workspace
+from polyturn import layout, workspace
+from polyturn.params_tree import merge
 from tests.toy_project import ToyProject, wait_until
 
 pytestmark = pytest.mark.slow
@@ -59,7 +60,7 @@ def edited(tiny: ToyProject) -> ToyProject:
 def change(project: ToyProject, **changes: dict[str, object]) -> None:
     """Lay changes over params.yaml without validating them, as an editor would."""
     path = project.path / layout.PARAMS
-    path.write_text(yaml.safe_dump(params.merge(yaml.safe_load(path.read_text()), changes)))
+    path.write_text(yaml.safe_dump(merge(yaml.safe_load(path.read_text()), changes)))
 
 
 def test_every_stage_wrote_what_layout_names(tiny: ToyProject) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyturn import params, processes
+from polyturn import processes
+from polyturn.params_tree import merge
 from tests.toy_project import ToyProject, wait_until
 
 Toy = Callable[..., ToyProject]
@@ -77,7 +78,7 @@ def test_wrong_params_stop_a_stage_with_the_key_named(
 ) -> None:
     project = toy(good="pass")
     path = project.path / "params.yaml"
-    path.write_text(yaml.safe_dump(params.merge(yaml.safe_load(path.read_text()), changes)))
+    path.write_text(yaml.safe_dump(merge(yaml.safe_load(path.read_text()), changes)))
     result = project.stage("good")
     assert result.returncode == 2
     assert f"error: stage good: params.yaml: {key}" in result.stdout

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyturn import params
+from polyturn import params, params_tree
 from polyturn.params import Params, ParamsError
 
 leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
@@ -72,21 +72,23 @@ def test_params_do_not_change() -> None:
 
 
 @given(mappings, mappings)
-def test_merging_keeps_every_value_of_the_overlay(base: params.Tree, overlay: params.Tree) -> None:
-    merged = params.merge(base, overlay)
-    assert params.merge(merged, overlay) == merged
+def test_merging_keeps_every_value_of_the_overlay(
+    base: params_tree.Tree, overlay: params_tree.Tree
+) -> None:
+    merged = params_tree.merge(base, overlay)
+    assert params_tree.merge(merged, overlay) == merged
     assert set(merged) == set(base) | set(overlay)
 
 
 @given(mappings)
-def test_merging_with_nothing_changes_nothing(tree: params.Tree) -> None:
-    assert params.merge(tree, {}) == tree
-    assert params.merge({}, tree) == tree
+def test_merging_with_nothing_changes_nothing(tree: params_tree.Tree) -> None:
+    assert params_tree.merge(tree, {}) == tree
+    assert params_tree.merge({}, tree) == tree
 
 
 def test_a_dotted_override_reaches_its_key_alone() -> None:
     tree = {"train": {"steps": 5, "eval_every": 2}, "seed": 0}
-    assert params.override(tree, {"train.steps": 7, "seed": 1}) == {
+    assert params_tree.override(tree, {"train.steps": 7, "seed": 1}) == {
         "train": {"steps": 7, "eval_every": 2},
         "seed": 1,
     }

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.params import Params, merge, parse
+from polyturn.params import Params, parse
+from polyturn.params_tree import merge
 from polyturn.work_key import work_key
 
 DVC = """

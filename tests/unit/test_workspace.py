@@ -11,6 +11,7 @@ import yaml
 
 from polyturn import params, workspace
 from polyturn.params import ParamsError
+from polyturn.params_tree import merge
 from polyturn.workspace import WorkspaceError
 from tests.toy_project import ToyProject
 
@@ -70,7 +71,7 @@ def test_writing_params_keeps_comments_and_other_keys(checkout: Path) -> None:
     comments = [line.partition("#")[2] for line in before.splitlines() if "#" in line]
     assert all(comment in after for comment in comments)
     assert params.load(checkout / "params.yaml") == params.parse(
-        params.merge(yaml.safe_load(before), changes)
+        merge(yaml.safe_load(before), changes)
     )
 
 

@@ -1,0 +1,20 @@
+"""What params can say and this version cannot do."""
+
+from __future__ import annotations
+
+from polyturn.params import Params, ParamsError
+
+
+def check_supported(chosen: Params) -> None:
+    """Refuse what params can say and this version cannot do, before any stage does work.
+
+    Raises:
+        ParamsError: the message names the key, its value and what to use.
+    """
+    for key, value, known in (
+        ("sampler.backend", chosen.sampler.backend, "hf"),
+        ("learner.backend", chosen.learner.backend, "fsdp"),
+        ("learner.num_processes", chosen.learner.num_processes, 1),
+    ):
+        if value != known:
+            raise ParamsError(f"{key}: {value} is not in this version of polyturn; use {known}")
