@@ -10,14 +10,13 @@ import gzip
 import io
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 import numpy as np
 
+from polyturn.data.files import atomic_path
 from polyturn.types import ImageRecord, Json, Trajectory, Turn
 
 SCHEMA_VERSION = 1
@@ -216,13 +215,5 @@ def _checked(record: object) -> TrajectoryEntry:
 
 
 def _write_atomically(path: Path, payload: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(payload)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with atomic_path(path) as partial:
+        partial.write_bytes(payload)

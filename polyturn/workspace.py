@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -17,6 +16,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from polyturn import layout, params
+from polyturn.data.files import atomic_path
 from polyturn.params import Params
 from polyturn.params_tree import ParamsError, Tree, merge, override, read_tree
 
@@ -103,9 +103,8 @@ def write_params(root: Path, changes: Mapping[str, object]) -> None:
     _update(document, changes)
     text = io.StringIO()
     editor.dump(document, text)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text.getvalue())
-    temporary.replace(path)
+    with atomic_path(path) as partial:
+        partial.write_text(text.getvalue())
 
 
 class _Representer(RoundTripRepresenter):

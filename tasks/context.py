@@ -19,6 +19,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from polyturn import layout, lease, params, processes, tracking
+from polyturn.data.files import atomic_path
 from polyturn.params import Params
 from polyturn.supported import check_supported
 from polyturn.tracking import lineage
@@ -79,10 +80,8 @@ def status_file(name: str) -> Path:
 
 def write_json(path: Path, content: object) -> None:
     """Write JSON atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    with atomic_path(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _run(name: str, body: Body) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from markupsafe import Markup
 
 from polyturn import layout
+from polyturn.data.files import atomic_path
 from polyturn.report.data import picture_directories, read_run
 from polyturn.report.page import build_page
 from polyturn.report.trajectories import TEMPLATES, Pictures, TokenReader
@@ -32,8 +32,6 @@ def write_report(root: Path) -> Path:
 
 def write_page(path: Path, html: str) -> Path:
     """Write an HTML page atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(html, encoding="utf-8")
-    temporary.replace(path)
+    with atomic_path(path) as partial:
+        partial.write_text(html, encoding="utf-8")
     return path
