@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("polyturn", "tasks")
-NOT_DEPS = {"polyturn/params.py"}  # its values are tracked as params
+NOT_DEPS = "polyturn/params/"  # its values are tracked as params
 # Modules that a stage loads by name from a params section, so that no import statement shows them.
 LOADED_BY_NAME = {
     "env": "polyturn/envs/*.py",
@@ -71,7 +71,8 @@ def code_deps(root: Path, stage: str, sections: Sequence[str]) -> list[str]:
     """The code deps of a stage that reads these params sections, sorted."""
     by_name = {LOADED_BY_NAME[section] for section in sections if section in LOADED_BY_NAME}
     loaded = [str(path.relative_to(root)) for pattern in by_name for path in root.glob(pattern)]
-    return sorted(closure(root, [f"tasks/{stage}.py", *loaded]) - NOT_DEPS)
+    files = closure(root, [f"tasks/{stage}.py", *loaded])
+    return sorted(file for file in files if not file.startswith(NOT_DEPS))
 
 
 def is_code(dep: str) -> bool:

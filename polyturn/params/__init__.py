@@ -1,0 +1,116 @@
+"""Typed params.yaml: every value of a run, bounded and documented; imports without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from pydantic import BaseModel, ValidationError
+
+from polyturn.params.data import DataParams, ImagesParams, SyntheticParams
+from polyturn.params.env import EnvParams
+from polyturn.params.evaluate import EvaluateParams
+from polyturn.params.fields import NonNegativeInt, Section
+from polyturn.params.learner import LearnerParams
+from polyturn.params.loss import LossParams
+from polyturn.params.model import ModelParams, SmallModelParams
+from polyturn.params.reward import RewardParams, RewardTermParams
+from polyturn.params.rollout import RolloutParams
+from polyturn.params.sampler import SamplerParams, SglangParams
+from polyturn.params.services import DoctorParams, RegistryParams, TrackingParams
+from polyturn.params.train import TrainParams
+from polyturn.params.warmstart import PhaseParams, WarmstartParams
+from polyturn.params_tree import ParamsError, read_tree
+
+__all__ = [
+    "DataParams",
+    "DoctorParams",
+    "EnvParams",
+    "EvaluateParams",
+    "ImagesParams",
+    "LearnerParams",
+    "LossParams",
+    "ModelParams",
+    "Params",
+    "ParamsError",
+    "PhaseParams",
+    "RegistryParams",
+    "RewardParams",
+    "RewardTermParams",
+    "RolloutParams",
+    "SamplerParams",
+    "Section",
+    "SglangParams",
+    "SmallModelParams",
+    "SyntheticParams",
+    "TrackingParams",
+    "TrainParams",
+    "WarmstartParams",
+    "load",
+    "parse",
+]
+
+
+class Params(Section):
+    """All of params.yaml."""
+
+    seed: NonNegativeInt = 0
+    data: DataParams = DataParams()
+    images: ImagesParams = ImagesParams()
+    model: ModelParams = ModelParams()
+    warmstart: WarmstartParams = WarmstartParams()
+    env: EnvParams = EnvParams()
+    reward: RewardParams = RewardParams()
+    rollout: RolloutParams = RolloutParams()
+    sampler: SamplerParams = SamplerParams()
+    learner: LearnerParams = LearnerParams()
+    loss: LossParams = LossParams()
+    train: TrainParams = TrainParams()
+    evaluate: EvaluateParams = EvaluateParams()
+    registry: RegistryParams = RegistryParams()
+    tracking: TrackingParams = TrackingParams()
+    doctor: DoctorParams = DoctorParams()
+
+
+def parse(tree: Mapping[str, object], *, origin: str = "params.yaml") -> Params:
+    """Validate a parsed params tree.
+
+    Raises:
+        ParamsError: one line per wrong key, with its dotted name, the value seen and what is wrong.
+    """
+    try:
+        return Params.model_validate(tree)
+    except ValidationError as error:
+        lines = [_describe(cast("Mapping[str, object]", item)) for item in error.errors()]
+        raise ParamsError("\n".join(f"{origin}: {line}" for line in lines)) from None
+
+
+def _describe(item: Mapping[str, object]) -> str:
+    path = cast("tuple[str | int, ...]", item["loc"])
+    key = ".".join(str(part) for part in path) or "(top level)"
+    if item["type"] == "extra_forbidden":
+        return f"{key} is not a key of polyturn; known here: {', '.join(_siblings(path))}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return f"{key}: {message}, got {json.dumps(item.get('input'), default=str)[:200]}"
+
+
+def _siblings(path: Sequence[str | int]) -> list[str]:
+    section: type[BaseModel] = Params
+    for part in path[:-1]:
+        field = section.model_fields.get(str(part))
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ["see polyturn/params/"]
+        section = annotation
+    return sorted(section.model_fields)
+
+
+def load(path: Path = Path("params.yaml")) -> Params:
+    """Read and validate params.yaml.
+
+    Raises:
+        ParamsError: see `read_tree` and `parse`.
+    """
+    return parse(read_tree(path), origin=str(path))

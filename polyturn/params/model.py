@@ -1,0 +1,44 @@
+"""The policy before any training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from polyturn.params.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class SmallModelParams(Section):
+    """The small Qwen3-VL that is built where no checkpoint is named (about 1 M parameters)."""
+
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 2
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
+    intermediate_size: PositiveInt = 384
+    vision_hidden_size: PositiveInt = 96
+    vision_num_layers: PositiveInt = 2
+    vision_num_heads: PositiveInt = 4
+    vision_intermediate_size: PositiveInt = 192
+    patch_size: PositiveInt = 8
+    deepstack_layers: tuple[NonNegativeInt, ...] = (0,)
+    tie_embeddings: bool = True
+    init_std: PositiveFloat = 0.05
+    vocab_size: Annotated[int, Field(ge=300, le=150_000)] = 512  # of the trained byte-level BPE
+    image_pixels: PositiveInt = 48 * 48  # the processor shrinks what the model sees to it
+    image_mean: float = 1.0  # white becomes 0: a reader of black glyphs learns sooner
+    image_std: PositiveFloat = 0.25
+
+
+class ModelParams(Section):
+    """The policy before any training."""
+
+    path: str | None = None  # None: build the small one; else directory, s3:// URI or hub id
+    revision: str | None = None  # pinned revision of a hub id; the resolved hash is recorded
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    max_positions: PositiveInt = 4096  # of the small model's rotary embedding
+    max_prompt_tokens: PositiveInt = 2048  # longer prompts are set aside by data.fit()
+    small: SmallModelParams = SmallModelParams()

@@ -1,0 +1,23 @@
+"""Limits and shape of a rollout batch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from polyturn.params.fields import PositiveFloat, PositiveInt, Section
+
+
+class RolloutParams(Section):
+    """Limits and shape of a rollout batch."""
+
+    prompts_per_step: PositiveInt = 16
+    group_size: Annotated[int, Field(ge=2)] = 8
+    max_turns: PositiveInt = 6
+    max_new_tokens: PositiveInt = 192  # sampled tokens over all turns
+    max_turn_tokens: PositiveInt | None = (
+        24  # sampled tokens of one turn; None: no limit of its own
+    )
+    max_context_tokens: PositiveInt = 1024  # prompt, pads, replies and observations together
+    temperature: PositiveFloat = 1.0
