@@ -40,6 +40,19 @@ class Draw:
     temperature: float
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A problem to be tried by one group: the group's index and how often the step drew the problem before.
+
+    Seeds depend on the problem's id and on `occurrence`, not on `group_index` or on what else is sampled: a process
+    that samples only some groups of a step gets the trajectories that one process for all would get.
+    """
+
+    problem: Problem
+    group_index: int
+    occurrence: int = 0
+
+
 class FailureBudgetError(ValueError):
     """More trajectories failed than env.max_failure_fraction allows."""
 
@@ -51,7 +64,18 @@ async def rollout(
     settings: RolloutSettings,
     draw: Draw,
 ) -> list[Group]:
-    """Try every problem `draw.group_size` times and grade the tries.
+    """Try every problem `draw.group_size` times and grade the tries; group i is that of problem i."""
+    return await rollout_attempts(attempts_of(problems), sampler, renderer, settings, draw)
+
+
+async def rollout_attempts(
+    attempts: Sequence[Attempt],
+    sampler: Sampler,
+    renderer: Renderer,
+    settings: RolloutSettings,
+    draw: Draw,
+) -> list[Group]:
+    """Try every attempt's problem `draw.group_size` times and grade the tries; one group per attempt, in order.
 
     One sampler call per turn holds all live trajectories in (group, sibling) order; the environments' answers
     are awaited and put in order before the next call, so that equal seeds give equal trajectories.
@@ -69,10 +93,8 @@ async def rollout(
         draw.temperature,
     )
     episodes = [
-        Episode(shared, problem, group, sibling, occurrence)
-        for group, (problem, occurrence) in enumerate(
-            zip(problems, occurrences(problems), strict=True)
-        )
+        Episode(shared, attempt.problem, attempt.group_index, sibling, attempt.occurrence)
+        for attempt in attempts
         for sibling in range(draw.group_size)
     ]
     try:
@@ -90,8 +112,17 @@ async def rollout(
     graded = _grade(finished, settings.reward)
     size = draw.group_size
     return [
-        Group(index, tuple(graded[index * size : (index + 1) * size]))
-        for index in range(len(problems))
+        Group(attempt.group_index, tuple(graded[place * size : (place + 1) * size]))
+        for place, attempt in enumerate(attempts)
+    ]
+
+
+def attempts_of(problems: Sequence[Problem]) -> list[Attempt]:
+    """One attempt per problem, numbered in order."""
+    numbers = occurrences(problems)
+    return [
+        Attempt(problem, index, occurrence)
+        for index, (problem, occurrence) in enumerate(zip(problems, numbers, strict=True))
     ]
 
 

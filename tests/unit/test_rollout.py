@@ -13,7 +13,14 @@ from polyturn.envs.base import Observation
 from polyturn.metrics import rollout_metrics
 from polyturn.params import EnvParams, RolloutParams
 from polyturn.render import Renderer
-from polyturn.rollout import Draw, FailureBudgetError, RolloutSettings, rollout
+from polyturn.rollout import (
+    Draw,
+    FailureBudgetError,
+    RolloutSettings,
+    attempts_of,
+    rollout,
+    rollout_attempts,
+)
 from polyturn.sampler.base import SampleRequest
 from polyturn.samples import with_gradient
 from polyturn.types import Group, Status, StopReason
@@ -94,6 +101,29 @@ def test_seeds_depend_on_problem_sibling_and_turn_not_on_the_batch(renderer: Ren
     both, second = seeds(PROBLEMS), seeds(PROBLEMS[1:])
     assert {key: both[key] for key in second} == second
     assert len(set(both.values())) == 4
+
+
+def test_some_groups_of_a_step_come_out_as_with_all_of_them(renderer: Renderer) -> None:
+    """A rank samples the groups that it owns: indices, seeds and trajectories stay those of the whole step."""
+    drawn = (PROBLEMS[0], PROBLEMS[1], PROBLEMS[0])
+    attempts = attempts_of(drawn)
+    assert [(a.group_index, a.occurrence) for a in attempts] == [(0, 0), (1, 0), (2, 1)]
+
+    def seeds(indices: list[int]) -> dict[str, int]:
+        sampler = ScriptedSampler(renderer, lambda *_: "box")
+        owned = [attempts[index] for index in indices]
+        groups = asyncio.run(
+            rollout_attempts(owned, sampler, renderer, settings(), Draw(5, 2, 1.0))
+        )
+        assert [group.index for group in groups] == indices
+        assert [t.group_index for g in groups for t in g.trajectories] == [
+            index for index in indices for _ in range(2)
+        ]
+        return {request.session: request.seed for request in sampler.requests[0]}
+
+    whole = seeds([0, 1, 2])
+    assert len(set(whole.values())) == 6
+    assert seeds([0, 2]) | seeds([1]) == whole
 
 
 def test_aborted_trajectory_has_no_reward_and_leaves_the_baseline(renderer: Renderer) -> None:
