@@ -86,12 +86,16 @@ class FetchCache:
     def put(self, key: str, data: bytes) -> Body:
         """Keep a body: the content first, then the entry that makes it visible."""
         body = Body(data, hashlib.sha256(data).hexdigest())
-        if len(data) <= _SMALL_BYTES:
-            self._index.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (body.sha256, data))
-        else:
+        if len(data) > _SMALL_BYTES:
             with atomic_path(self._path(body.sha256)) as partial:
                 partial.write_bytes(data)
+            self._answer(key, body.sha256, "", "")
+            return body
+        # One transaction writes the log once.
+        self._index.execute("BEGIN IMMEDIATE")
+        self._index.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (body.sha256, data))
         self._answer(key, body.sha256, "", "")
+        self._index.execute("COMMIT")
         return body
 
     def put_failure(self, key: str, error: RowError) -> None:

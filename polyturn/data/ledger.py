@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -16,29 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polyturn.data.files import atomic_path
+from polyturn.data.outcome import ImageOutcome
 from polyturn.data.quarantine import SetAside
 
 _BATCH = 2048
 SHARED = "shared_with_train"
-
-
-@dataclass(frozen=True)
-class ImageOutcome:
-    """What became of one image: what its content determines, nothing of time or place."""
-
-    url: str  # as written in the dataset, without secrets
-    reason: str = ""  # empty: usable
-    detail: str = ""
-    source_sha256: str = ""
-    source_bytes: int = 0
-    source_format: str = ""
-    source_mode: str = ""
-    source_width: int = 0
-    source_height: int = 0
-    num_frames: int = 0
-    png_sha256: str = ""
-    width: int = 0
-    height: int = 0
 
 
 _COLUMNS = tuple(column.name for column in fields(ImageOutcome))

@@ -13,7 +13,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,12 @@ from polyturn.data.acquire import Acquirer
 from polyturn.data.cache import FetchCache
 from polyturn.data.fetching import Fetcher
 from polyturn.data.files import read_jsonl
-from polyturn.data.ledger import ImageOutcome
 from polyturn.data.loopback import serve_directory
-from polyturn.data.normalise import normalise
+from polyturn.data.outcome import ImageOutcome
 from polyturn.data.quarantine import RowError
 from polyturn.data.raw import PICTURES
+from polyturn.data.store_pool import StorePool
+from polyturn.data.storing import Picture
 from polyturn.data.urls import public_url
 from polyturn.params import ImagesParams
 
@@ -100,9 +100,9 @@ async def process_rows(
     async with AsyncExitStack() as stack:
         fetcher = await stack.enter_async_context(Fetcher(limits, served))
         log = stack.enter_context((job.logs / log_name).open("a", encoding="utf-8"))
-        pool = stack.enter_context(ThreadPoolExecutor(limits.num_threads, "normalise"))
+        pool = await stack.enter_async_context(StorePool(limits, job.png_dir))
         acquirer = Acquirer(limits, job.raw / PICTURES, cache, fetcher, log)
-        worker = _Worker(job, acquirer, pool, emit)
+        worker = _Worker(acquirer, pool, emit)
         room = asyncio.Semaphore(limits.concurrency * _ROWS_PER_SLOT)
         async with asyncio.TaskGroup() as tasks:
             for ordinal, row in rows:
@@ -126,9 +126,8 @@ def run_tasks(work: Coroutine[object, object, None]) -> None:
 class _Worker:
     """What every row needs."""
 
-    job: ImageJob
     acquirer: Acquirer
-    pool: ThreadPoolExecutor
+    pool: StorePool
     emit: Emit
 
     async def process(self, ordinal: int, row: dict[str, object]) -> None:
@@ -143,31 +142,4 @@ class _Worker:
             body = await self.acquirer.get(source)
         except RowError as error:
             return ImageOutcome(shown, error.reason, error.detail)
-        arguments = (shown, body.data, body.sha256, self.job.images, self.job.png_dir)
-        return await asyncio.get_running_loop().run_in_executor(self.pool, store_image, *arguments)
-
-
-def store_image(
-    shown: str, data: bytes, sha256: str, limits: ImagesParams, png_dir: Path
-) -> ImageOutcome:
-    """Normalise one body and put its PNG into `png_dir`, named by its hash."""
-    try:
-        image = normalise(data, limits)
-    except RowError as error:
-        return ImageOutcome(shown, error.reason, error.detail, sha256, len(data))
-    path = png_dir / f"{image.sha256}.png"
-    if not path.exists():
-        path.write_bytes(image.png)
-    return ImageOutcome(
-        url=shown,
-        source_sha256=sha256,
-        source_bytes=len(data),
-        source_format=image.source.format,
-        source_mode=image.source.mode,
-        source_width=image.source.width,
-        source_height=image.source.height,
-        num_frames=image.source.num_frames,
-        png_sha256=image.sha256,
-        width=image.width,
-        height=image.height,
-    )
+        return await self.pool.store(Picture(shown, body.data, body.sha256))

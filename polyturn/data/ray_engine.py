@@ -24,7 +24,7 @@ import ray.data
 
 from polyturn.data.cache import FetchCache
 from polyturn.data.files import write_jsonl
-from polyturn.data.ledger import ImageOutcome
+from polyturn.data.outcome import ImageOutcome
 from polyturn.data.processing import (
     Emit,
     ImageJob,
@@ -54,6 +54,8 @@ def run_on_ray(job: ImageJob, emit: Emit) -> None:
         work=job.work.resolve(),
         cache=job.cache.resolve(),
         logs=job.logs.resolve(),
+        # An actor is a process of its own already.
+        images=job.images.model_copy(update={"num_processes": 0}),
     )
     blocks = _write_blocks(job)
     was_running = ray.is_initialized()

@@ -81,7 +81,7 @@ class ImagesParams(Section):
     total_timeout_s: PositiveFloat = (
         60.0  # one image: all redirects, attempts and waits between them
     )
-    num_threads: PositiveInt = 2  # of decoding and encoding
+    num_processes: NonNegativeInt = 2  # that decode and encode; 0: a thread of the stage does
     retries: NonNegativeInt = 4  # on 429, 5xx, timeouts and resets
     backoff_s: NonNegativeFloat = 0.5  # first wait; doubles, with jitter
     max_redirects: NonNegativeInt = 5

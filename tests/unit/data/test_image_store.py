@@ -232,7 +232,7 @@ import sys
 from pathlib import Path
 from tests.unit.data.stage import Stage
 stage = Stage(Path(sys.argv[1]))
-stage.finish(stage.job(concurrency=8, num_threads=1))
+stage.finish(stage.job(concurrency=8, num_processes=1))
 """
 
 
