@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
+from typing import cast
 
 from polyturn import data, layout, model, small_model
 from polyturn.corpus import corpus
@@ -63,7 +65,8 @@ def _policy(
     """The policy and where it came from; the hub's resolved commit is recorded."""
     if params.model.path is None:
         small = params.model.small
-        tokenizer = small_model.train_tokenizer(corpus(problems), small.vocab_size)
+        texts = chain(corpus(problems), _own_texts(params))
+        tokenizer = small_model.train_tokenizer(texts, small.vocab_size)
         network = small_model.build_model(
             small,
             tokenizer,
@@ -74,6 +77,11 @@ def _policy(
         return model.wrap(network, processor), {"path": "built here", "revision": None}
     directory, revision = model.resolve(params.model, work_dir)
     return model.load(params.model, directory), {"path": params.model.path, "revision": revision}
+
+
+def _own_texts(params: Params) -> Iterable[str]:
+    path = params.model.small.texts
+    return cast("Iterable[str]", load_object(path, "model.small.texts")()) if path else ()
 
 
 def _check_size_multiple(params: Params, policy: model.Policy) -> None:

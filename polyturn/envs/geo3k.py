@@ -8,14 +8,15 @@ the reward section. The loop owns the turn limit; the env only says when one rep
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from polyturn.data.synthetic import Figure
 from polyturn.envs.base import Observation, ToolSchema
 from polyturn.envs.demonstration import Demonstration, Say
 from polyturn.envs.tools import ToolCall, ToolCallError, parse_tool_calls
 from polyturn.grading.compare import Rounding
 from polyturn.reward import grade, is_gradable
-from polyturn.types import Json, Problem
+from polyturn.types import Json, Message, Problem
 
 TOOL_NAMES = ("calc_score", "calc_geo3k_reward")
 LAST_CHANCE = "You have one reply left: write your final answer as Answer: \\boxed{ANSWER}."
@@ -141,13 +142,103 @@ def build_env(problem: Problem, params: Mapping[str, object], max_turns: int) ->
     )
 
 
-def demonstrations(kind: str, problem: Problem, rng: random.Random) -> Demonstration:
-    r"""The prompt and `Answer: \boxed{ANSWER}`, for supervised training on labels alone.
+# ---- demonstrations for the warm start ---------------------------------------------------------------------------
+
+READ_QUESTION = "Find x."
+
+
+def texts() -> list[str]:
+    """What this environment and its demonstrations say, for the tokenizer of a small model (model.small.texts)."""
+    feedback = (_RIGHT, _WRONG, _READABLE, _UNREADABLE)
+    return [
+        READ_QUESTION,
+        LAST_CHANCE,
+        *(text.format(answer=f"{n}") for n in range(50) for text in feedback),
+    ]
+
+
+def demonstrations(
+    kind: str, problem: Problem, rng: random.Random, params: Mapping[str, float]
+) -> Demonstration:
+    r"""Examples for supervised training.
+
+    `answer`: the prompt and `Answer: \boxed{ANSWER}`, from labels alone. The others need synthetic problems:
+    `read`: the picture, "Find x.", its label. `retry`: a deliberately weak demonstrator. A guess of its is right
+    with probability params["skill"], else one of the answers that labels from params["guess_min"] to
+    params["guess_max"] give. With probability params["check"] it has its guess checked first, and after each
+    wrong one it checks another with probability params["persist"], as long as params["max_turns"] (to be set as
+    rollout.max_turns) leaves a final reply. A share params["oracle"] of the examples is under `oracle: true`; in
+    the others the feedback tells nothing, and the demonstrator keeps its guess.
 
     Raises:
-        ValueError: `kind` is not "answer".
+        ValueError: an unknown kind, or a problem without the metadata.
     """
-    del rng
-    if kind != "answer":
-        raise ValueError(f"warmstart.phases: geo3k has the kind 'answer', got {kind!r}")
-    return Demonstration(problem.messages, (Say(f"Answer: \\boxed{{{problem.answer}}}"),), kind)
+    makers = {"answer": _answer_example, "read": _read_example, "retry": _retry_example}
+    if kind not in makers:
+        raise ValueError(
+            f"warmstart.phases: polyturn.envs.geo3k knows the kinds {sorted(makers)}, got {kind!r}"
+        )
+    if kind != "answer" and "label" not in problem.metadata:
+        raise ValueError(
+            f"warmstart.examples: the kind {kind!r} of polyturn.envs.geo3k:demonstrations needs data.source: "
+            f"synthetic, but problem {problem.id} has no label in its metadata"
+        )
+    return makers[kind](problem, rng, params)
+
+
+def tool_call(answer: str) -> str:
+    """The call that has an answer checked, as the demonstrations write it."""
+    return f'<tool_call>{{"name": "{TOOL_NAMES[0]}", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
+
+
+def final(answer: str) -> str:
+    """A final reply."""
+    return f"Answer: \\boxed{{{answer}}}"
+
+
+def _answer_example(
+    problem: Problem, rng: random.Random, params: Mapping[str, float]
+) -> Demonstration:
+    del rng, params
+    return Demonstration(problem.messages, (Say(final(problem.answer)),), "answer")
+
+
+def _read_example(
+    problem: Problem, rng: random.Random, params: Mapping[str, float]
+) -> Demonstration:
+    del rng, params
+    prompt = Message("user", (*problem.images, READ_QUESTION))
+    return Demonstration((prompt,), (Say(final(str(problem.metadata["label"]))),), "read")
+
+
+def _retry_example(
+    problem: Problem, rng: random.Random, params: Mapping[str, float]
+) -> Demonstration:
+    has_oracle = rng.random() < params["oracle"]
+    max_turns = int(params["max_turns"])
+    env = Geo3kEnv(problem.answer, oracle=has_oracle, max_turns=max_turns)
+    turns: list[Say | Message] = []
+    tried: list[str] = []
+    guess = _guess(problem, rng, params, tried)
+    goes_on = rng.random() < params["check"]
+    while goes_on and len(tried) < max_turns - 1:
+        call = tool_call(guess)
+        turns += [Say(call), Message("tool", (env.step(call)[0].text,))]
+        tried.append(guess)
+        if not has_oracle or guess == problem.answer:
+            break
+        guess = _guess(problem, rng, params, tried)
+        goes_on = rng.random() < params["persist"]
+    return Demonstration(problem.messages, (*turns, Say(final(guess))), "retry")
+
+
+def _guess(
+    problem: Problem, rng: random.Random, params: Mapping[str, float], tried: Sequence[str]
+) -> str:
+    """The right answer with probability params["skill"], else any that was not tried."""
+    if problem.answer not in tried and rng.random() < params["skill"]:
+        return problem.answer
+    shape, quantity = str(problem.metadata["shape"]), str(problem.metadata["quantity"])
+    labels = range(int(params["guess_min"]), int(params["guess_max"]) + 1)
+    others = [str(Figure(shape, quantity, label, "").answer) for label in labels]
+    return rng.choice([other for other in others if other not in tried] or others)

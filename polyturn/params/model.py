@@ -6,7 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from polyturn.params.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from polyturn.params.fields import (
+    NonNegativeInt,
+    ObjectPath,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class SmallModelParams(Section):
@@ -27,6 +33,8 @@ class SmallModelParams(Section):
     tie_embeddings: bool = True
     init_std: PositiveFloat = 0.05
     vocab_size: Annotated[int, Field(ge=300, le=150_000)] = 512  # of the trained byte-level BPE
+    # callable that gives further texts to train the tokenizer on, e.g. polyturn.envs.geo3k:texts
+    texts: ObjectPath | None = None
     image_pixels: PositiveInt = 48 * 48  # the processor shrinks what the model sees to it
     image_mean: float = 1.0  # white becomes 0: a reader of black glyphs learns sooner
     image_std: PositiveFloat = 0.25

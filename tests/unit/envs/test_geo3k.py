@@ -9,7 +9,15 @@ import pytest
 
 from polyturn.envs.base import EnvContext, build, load_object
 from polyturn.envs.demonstration import Demonstration, Say
-from polyturn.envs.geo3k import LAST_CHANCE, TOOL_NAMES, Geo3kEnv, build_env, demonstrations
+from polyturn.envs.geo3k import (
+    LAST_CHANCE,
+    TOOL_NAMES,
+    Geo3kEnv,
+    build_env,
+    demonstrations,
+    texts,
+    tool_call,
+)
 from polyturn.types import Json, Message, Problem
 
 PROBLEM = Problem("g1", "train", (Message("user", ("Find x.",)),), "3 \\sqrt { 2 }")
@@ -135,11 +143,74 @@ def test_the_schema_describes_the_tool() -> None:
 
 
 def test_the_demonstration_answers_in_a_box() -> None:
-    shown = demonstrations("answer", PROBLEM, random.Random(0))
+    shown = demonstrations("answer", PROBLEM, random.Random(0), {})
     assert shown.prompt == PROBLEM.messages
     assert shown.turns == (Say("Answer: \\boxed{3 \\sqrt { 2 }}"),)
-    with pytest.raises(ValueError, match="kind 'answer', got 'read'"):
-        demonstrations("read", PROBLEM, random.Random(0))
+    with pytest.raises(
+        ValueError, match=r"knows the kinds .*'answer', 'read', 'retry'.*got 'search'"
+    ):
+        demonstrations("search", PROBLEM, random.Random(0), {})
+    with pytest.raises(
+        ValueError, match=r"needs data.source: synthetic, but problem g1 has no label"
+    ):
+        demonstrations("retry", PROBLEM, random.Random(0), RETRY)
+
+
+RETRY = {
+    "skill": 1.0,
+    "check": 1.0,
+    "persist": 1.0,
+    "oracle": 1.0,
+    "guess_min": 2,
+    "guess_max": 6,
+    "max_turns": 3,
+}
+
+
+def retry_turns(seed: int = 0, **changed: float) -> tuple[str, ...]:
+    """What is said in a `retry` example of a problem with answer "16" (a square of side 4), in order."""
+    problem = tiny_problem(shape="square", quantity="area", label=4)
+    shown = demonstrations("retry", problem, random.Random(seed), {**RETRY, **changed})
+    return tuple(turn.text for turn in shown.turns)
+
+
+def tiny_problem(**metadata: Json) -> Problem:
+    return Problem("s1", "train", (Message("user", ("Find the area.",)),), "16", metadata)
+
+
+def test_a_skilled_demonstrator_checks_the_right_answer_and_gives_it() -> None:
+    call, feedback, last = retry_turns()
+    assert (call, last) == (tool_call("16"), "Answer: \\boxed{16}")
+    assert "The answer 16 is correct (score 1)" in feedback
+
+
+def test_an_unskilled_one_tries_other_answers_until_one_reply_is_left() -> None:
+    seen = [retry_turns(seed, skill=0.0) for seed in range(60)]
+    wrong_twice = [turns for turns in seen if len(turns) == 5 and "wrong" in turns[3]]
+    assert wrong_twice, "some miss twice"
+    for first, _, second, feedback, last in wrong_twice:
+        guesses = {first.split('"')[-2], second.split('"')[-2], last[len("Answer: \\boxed{") : -1]}
+        assert len(guesses) == 3, "no guess is repeated"
+        assert guesses <= {"4", "9", "16", "25", "36"}, "answers that labels 2 to 6 give"
+        assert LAST_CHANCE in feedback, "as the environment would say it"
+    assert all(turns[-1] == "Answer: \\boxed{16}" for turns in seen if "correct" in turns[-2])
+
+
+def test_without_check_persistence_or_feedback_the_demonstrator_stops_earlier() -> None:
+    assert {len(retry_turns(seed, check=0.0)) for seed in range(20)} == {1}
+    assert {len(retry_turns(seed, skill=0.0, persist=0.0)) for seed in range(20)} == {3}
+    for seed in range(20):
+        call, feedback, last = retry_turns(seed, skill=0.0, oracle=0.0)
+        assert "is well formed" in feedback
+        assert call.split('"')[-2] == last[len("Answer: \\boxed{") : -1], "it keeps its guess"
+
+
+def test_the_tokenizer_texts_hold_every_feedback_of_the_environment() -> None:
+    said = " ".join(texts())
+    for oracle in (True, False):
+        env = Geo3kEnv("16", oracle=oracle, max_turns=9)
+        for answer in ("16", "25"):
+            assert env.step(tool_call(answer))[0].text in said
 
 
 def test_demonstrations_alternate_and_spans_lie_in_the_reply() -> None:
