@@ -24,6 +24,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.processing_utils import ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from polyturn import attention
 from polyturn.params import ModelParams
 from polyturn.processor import (
     END_OF_TURN,
@@ -32,6 +33,7 @@ from polyturn.processor import (
     VISION_END,
     VISION_START,
     load_processor,
+    save_processor,
 )
 
 logger = logging.getLogger(__name__)
@@ -150,6 +152,7 @@ def load(params: ModelParams, directory: Path) -> Policy:
 def wrap(model: PreTrainedModel, processor: ProcessorMixin) -> Policy:
     """Put a model and its processor together; dropout stays off for good (eval mode)."""
     usable = cast("Processor", processor)
+    attention.install(model)
     return Policy(model.eval(), usable, family_of(model, usable))
 
 
@@ -225,7 +228,7 @@ def save(policy: Policy, directory: Path) -> None:
     partial.mkdir(parents=True)
     try:
         policy.model.save_pretrained(partial, safe_serialization=True)
-        cast("ProcessorMixin", policy.processor).save_pretrained(partial)
+        save_processor(cast("ProcessorMixin", policy.processor), partial)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         number = re.search(r"os error (\d+)", str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import cast
 
@@ -65,6 +66,31 @@ class ImageOnlyQwen25VLProcessor(Qwen2_5_VLProcessor):
 
 
 IMAGE_ONLY = {"qwen3_vl": ImageOnlyQwen3VLProcessor, "qwen2_5_vl": ImageOnlyQwen25VLProcessor}
+# What a directory is said to be made of, so that AutoProcessor and inference servers load it: the library's class of
+# the whole, and that of videos, which the library's class insists on.
+LIBRARY_CLASSES = {
+    ImageOnlyQwen3VLProcessor: ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+    ImageOnlyQwen25VLProcessor: ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+}
+_SHARED_WITH_VIDEO = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+
+
+def save_processor(processor: ProcessorMixin, directory: Path) -> None:
+    """Write the processor so that `load_processor`, AutoProcessor and inference servers can load it."""
+    processor.save_pretrained(directory)
+    names = LIBRARY_CLASSES.get(type(processor))
+    if names is None:  # the library's own class has written all it needs
+        return
+    path = directory / "processor_config.json"
+    config = json.loads(path.read_text())
+    image = config["image_processor"]
+    video = {"video_processor_type": names[1], **{key: image[key] for key in _SHARED_WITH_VIDEO}}
+    config |= {"processor_class": names[0], "video_processor": video}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    legacy = {"processor_class": names[0]}  # file names that servers with an older library read
+    for name, part in (("preprocessor_config", image), ("video_preprocessor_config", video)):
+        text = json.dumps(part | legacy, indent=2, sort_keys=True)
+        (directory / f"{name}.json").write_text(f"{text}\n")
 
 
 def load_processor(directory: Path, model_type: str) -> ProcessorMixin:

@@ -4,19 +4,44 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from polyturn.params.fields import PositiveInt, Section
+from polyturn.params.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class SglangParams(Section):
-    """SGLang servers of one host."""
+    """SGLang servers: started and supervised on this host, or given by URL."""
 
     urls: tuple[str, ...] = ()  # empty: started and supervised by polyturn
-    deterministic: bool = True  # --enable-deterministic-inference; per-request seeds are honoured
+    num_servers: PositiveInt = 1  # started here; each takes tensor_parallel GPUs
     tensor_parallel: PositiveInt = 1
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    extra_flags: tuple[str, ...] = ()
+    gpu_offset: NonNegativeInt = 0  # first GPU of the servers (1: GPU 0 is the trainer's alone)
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # --mem-fraction-static
+    # --enable-deterministic-inference: replies depend on their seeds alone, at about 30% of the throughput;
+    # false is faster, and labels the run as not replayable
+    deterministic: bool = True
+    attention_backend: str = "triton"
+    vision_attention_backend: str = "triton_attn"
+    extra_flags: tuple[str, ...] = ()  # of sglang.launch_server, after polyturn's own
+    # How new weights reach the servers. tensor: CUDA IPC, trainer and server on the same GPUs;
+    # distributed: NCCL, on other GPUs; disk: a directory that both see
+    weight_update: Literal["tensor", "distributed", "disk"] = "tensor"
+    bucket_mb: PositiveInt = 512  # of weights sent at a time
+    release_memory: bool = False  # give the GPU back while training (--enable-memory-saver)
+    check_weights: bool = True  # compare per-tensor checksums after every weight update
+    start_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: PositiveFloat = 600.0  # of one reply
+    retries: NonNegativeInt = 2  # of one reply, on another server where there is one
+    max_concurrency: PositiveInt = 512  # requests in flight over all servers
+
+    @model_validator(mode="after")
+    def _placement(self) -> SglangParams:
+        if self.urls and self.release_memory:
+            raise ValueError(
+                "release_memory is for servers that polyturn starts (they need --enable-memory-saver); "
+                "set it to false or leave urls empty"
+            )
+        return self
 
 
 class SamplerParams(Section):

@@ -1,0 +1,137 @@
+"""A sampler over SGLang servers from params: start them (or take the given ones), choose how weights travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from polyturn.model import Policy
+from polyturn.params import Params, SglangParams
+from polyturn.sampler.sglang.control import Control
+from polyturn.sampler.sglang.fleet import Fleet, Server
+from polyturn.sampler.sglang.process import (
+    Launch,
+    ServerProcess,
+    command,
+    free_port,
+    start,
+)
+from polyturn.sampler.sglang.sampler import SglangSampler
+from polyturn.sampler.sglang.weights import (
+    DiskTransfer,
+    DistributedTransfer,
+    Named,
+    TensorTransfer,
+    Transfer,
+    engine_hash,
+)
+from polyturn.sampler.sglang.wire import WireSettings
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run's servers find and leave things.
+
+    Attributes:
+        model: Hugging Face directory that servers start from.
+        directory: for logs and, with weight_update: disk, weights.
+        write_weights: puts tensors into a loadable directory (for weight_update: disk).
+    """
+
+    model: Path
+    directory: Path
+    write_weights: Callable[[Path, Named], None]
+
+
+def sglang_sampler(policy: Policy, params: Params, site: Site) -> SglangSampler:
+    """Servers up and healthy, versions looked at; weights are still those of `site.model`.
+
+    Raises:
+        ServerError: a server does not come up.
+    """
+    chosen = params.sampler.sglang
+    family = policy.family
+    servers = (
+        [Server(Control(url.rstrip("/"))) for url in chosen.urls]
+        if chosen.urls
+        else _start_all(params, site)
+    )
+    dtype = getattr(torch, params.model.dtype)
+    fleet = Fleet(
+        servers=servers,
+        transfer=_transfer(chosen, dtype, site),
+        dtype=dtype,
+        is_tied=policy.model.config.tie_word_embeddings,
+        hash_tensor=engine_hash if chosen.check_weights and chosen.tensor_parallel == 1 else None,
+        restart=None if chosen.urls else _Restart(params, site),
+    )
+    try:
+        fleet.check_versions()
+    except BaseException:
+        fleet.close()
+        raise
+    return SglangSampler(
+        fleet=fleet,
+        settings=WireSettings(family.end_of_turn_id, family.banned_ids, chosen.deterministic),
+        params=chosen,
+        is_vision_frozen=params.learner.freeze_vision,
+    )
+
+
+@dataclass(frozen=True)
+class _Restart:
+    """Starts a server anew in the place of a dead one."""
+
+    params: Params
+    site: Site
+
+    def __call__(self, server: Server) -> None:
+        assert server.process is not None
+        server.process.close()
+        number = int(server.process.log.stem.rpartition("_")[2])
+        server.process = _start(self.params, self.site, number)
+        server.process.wait_until_ready(self.params.sampler.sglang.start_timeout_s)
+        server.control = server.process.control
+
+
+def _start_all(params: Params, site: Site) -> list[Server]:
+    processes: list[ServerProcess] = []
+    try:
+        processes += [
+            _start(params, site, number) for number in range(params.sampler.sglang.num_servers)
+        ]
+        for process in processes:
+            process.wait_until_ready(params.sampler.sglang.start_timeout_s)
+    except BaseException:
+        for process in processes:
+            process.close()
+        raise
+    return [Server(process.control, process) for process in processes]
+
+
+def _start(params: Params, site: Site, number: int) -> ServerProcess:
+    chosen = params.sampler.sglang
+    first = chosen.gpu_offset + number * chosen.tensor_parallel
+    log = site.directory / "logs" / f"sglang_{number}.log"
+    launch = Launch(
+        model=site.model,
+        dtype=params.model.dtype,
+        context_length=params.rollout.max_context_tokens + 1,
+        gpus=range(first, first + chosen.tensor_parallel),
+        log=log,
+    )
+    port = free_port()
+    return start(command(launch, chosen, seed=params.seed, port=port), port, log)
+
+
+def _transfer(chosen: SglangParams, dtype: torch.dtype, site: Site) -> Transfer:
+    max_bytes = chosen.bucket_mb * 1_000_000
+    if chosen.weight_update == "tensor":
+        return TensorTransfer(dtype, max_bytes, chosen.tensor_parallel)
+    if chosen.weight_update == "distributed":
+        address = ("127.0.0.1", free_port())
+        return DistributedTransfer(dtype, max_bytes, chosen.tensor_parallel, address)
+    return DiskTransfer(site.directory / "weights", site.write_weights)

@@ -1,0 +1,99 @@
+"""The control endpoints of one SGLang server: health, version, memory, weights, cache (blocking HTTP)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import httpx
+
+TESTED = ((0, 5, 12), (0, 5, 18))  # first version that works, first that does not count as tested
+CONTROL_TIMEOUT_S = 120.0
+
+
+class ServerError(RuntimeError):
+    """A server does not do what it was asked; the message names it, the call and its answer."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """Talks to the server at `url` (http://host:port)."""
+
+    url: str
+    timeout_s: float = CONTROL_TIMEOUT_S
+
+    def is_healthy(self, timeout_s: float = 5.0) -> bool:
+        """Whether /health answers 200; it runs a token through an idle engine."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def version(self) -> str:
+        """SGLang's version."""
+        return str(self._get("/server_info").get("version"))
+
+    def weight_version(self) -> str:
+        """What the last weight update was called."""
+        return str(self._get("/model_info").get("weight_version"))
+
+    def flush_cache(self, patience_s: float = 30.0) -> None:
+        """Empty the prefix cache; the server refuses while requests run, so it is asked again."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            answer = self._send("/flush_cache", {})
+            if answer.status_code == 200:
+                return
+            if time.monotonic() > deadline:
+                raise self._refused("/flush_cache", answer)
+            time.sleep(0.1)
+
+    def call(self, path: str, content: Mapping[str, object]) -> Mapping[str, object]:
+        """POST and return the JSON answer (empty where the server sends none).
+
+        Raises:
+            ServerError: no answer, another status than 200, or `"success": false`.
+        """
+        answer = self._send(path, content)
+        if answer.status_code != 200:
+            raise self._refused(path, answer)
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        told = answer.json() if is_json else None
+        if isinstance(told, dict):
+            if told.get("success") is False:
+                raise self._refused(path, answer)
+            return cast("Mapping[str, object]", told)
+        return {}
+
+    def _get(self, path: str) -> Mapping[str, object]:
+        try:
+            answer = httpx.get(f"{self.url}{path}", timeout=self.timeout_s)
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+        if answer.status_code != 200:
+            raise self._refused(path, answer)
+        return cast("Mapping[str, object]", answer.json())
+
+    def _send(self, path: str, content: Mapping[str, object]) -> httpx.Response:
+        try:
+            return httpx.post(f"{self.url}{path}", json=content, timeout=self.timeout_s)
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+
+    def _refused(self, path: str, answer: httpx.Response) -> ServerError:
+        return ServerError(f"{self.url}{path}: HTTP {answer.status_code}: {answer.text[:500]}")
+
+
+def check_version(version: str) -> str | None:
+    """What to tell about a server's version: None where it is in the tested range.
+
+    >>> check_version("0.5.15") is None
+    True
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if len(numbers) == 3 and TESTED[0] <= numbers < TESTED[1]:
+        return None
+    first, last = (".".join(map(str, bound)) for bound in TESTED)
+    return f"SGLang {version} is outside of the tested range {first} <= version < {last}"

@@ -1,0 +1,142 @@
+"""The servers of a run: which one a trajectory is on, which have died, and how all get new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from polyturn.sampler.sglang import weights
+from polyturn.sampler.sglang.control import Control, ServerError, check_version
+from polyturn.sampler.sglang.process import ServerProcess
+from polyturn.sampler.sglang.weights import Transfer
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 10.0  # how long a silent server is asked for its health before it counts as dead
+
+
+@dataclass
+class Server:
+    """One server; `process` is None where it was given by URL."""
+
+    control: Control
+    process: ServerProcess | None = None
+    is_alive: bool = True
+
+
+@dataclass
+class Fleet:
+    """All servers of a run and the way to push weights to them.
+
+    Attributes:
+        transfer: how weights travel.
+        dtype: of the servers' weights.
+        is_tied: the head is the embedding, so that servers hold one tensor for both.
+        hash_tensor: the servers' hash, to compare checksums after a push (tensor parallel 1 only: shards have other
+            bytes); None: not compared.
+        restart: start a server anew in a dead one's place; None where servers were given by URL.
+    """
+
+    servers: Sequence[Server]
+    transfer: Transfer
+    dtype: torch.dtype
+    is_tied: bool
+    hash_tensor: Callable[[Tensor], str] | None
+    restart: Callable[[Server], None] | None = None
+    _released: bool = field(default=False)
+
+    def pick(self, session: str, attempt: int = 0) -> Server | None:
+        """The server of a trajectory: always the same while it lives, the next living one on later attempts."""
+        living = [server for server in self.servers if server.is_alive]
+        if not living:
+            return None
+        if attempt == 0:
+            first = self.servers[zlib.crc32(session.encode()) % len(self.servers)]
+            if first.is_alive:
+                return first
+        return living[(zlib.crc32(session.encode()) + attempt) % len(living)]
+
+    async def look_at(self, server: Server) -> None:
+        """After a failed request: is the server gone? Its launcher's end is known at once, silence only later."""
+        if (
+            server.process is not None and not server.process.is_running
+        ) or not await asyncio.to_thread(server.control.is_healthy, _LOOK_S):
+            server.is_alive = False
+        if not server.is_alive:
+            logger.error("%s is gone; its trajectories go on elsewhere", server.control.url)
+
+    def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
+        """Push to all servers (the dead are started anew first); returns how many tensors were compared.
+
+        Raises:
+            ServerError: see `SglangSampler.update_weights`.
+        """
+        self._revive()
+        controls = [server.control for server in self.servers if server.is_alive]
+        if not controls:
+            raise ServerError("no SGLang server is left to take weights")
+        sums: dict[str, str] = {}
+        self.transfer.push(controls, self._recorded(tensors, sums), version)
+        for control in controls:
+            control.flush_cache()
+            told = control.weight_version()
+            if told != str(version):
+                raise ServerError(
+                    f"{control.url} says weight version {told} after version {version} was pushed"
+                )
+        return weights.check_checksums(sums, controls) if self.hash_tensor else 0
+
+    def release(self) -> None:
+        """Free weights, keys and values of all servers."""
+        for server in self.servers:
+            server.control.flush_cache()
+            server.control.call("/release_memory_occupation", {})
+        self._released = True
+
+    def resume(self) -> None:
+        """Allocate them again; contents are undefined until weights are pushed."""
+        if self._released:
+            for server in self.servers:
+                server.control.call("/resume_memory_occupation", {})
+        self._released = False
+
+    def close(self) -> None:
+        """End what was started here."""
+        self.transfer.close()
+        for server in self.servers:
+            if server.process is not None:
+                server.process.close()
+
+    def check_versions(self) -> None:
+        """Warn of servers whose SGLang is outside of the tested range."""
+        for server in self.servers:
+            told = check_version(server.control.version())
+            if told is not None:
+                logger.warning("%s: %s", server.control.url, told)
+
+    def _revive(self) -> None:
+        for server in self.servers:
+            if not server.is_alive and self.restart is not None:
+                logger.warning("starting %s anew", server.control.url)
+                self.restart(server)
+                server.is_alive = True
+
+    def _recorded(
+        self, tensors: Iterator[tuple[str, Tensor]], sums: dict[str, str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Pass tensors on; checksums of all are put into `sums` on the way."""
+        stacker = weights.Checksums(self.dtype, self.hash_tensor) if self.hash_tensor else None
+        for name, tensor in tensors:
+            if self.is_tied and name == "lm_head.weight":
+                continue
+            if stacker is not None:
+                stacker.add(name, tensor)
+            yield name, tensor
+        if stacker is not None:
+            sums.update(stacker.sums)

@@ -1,0 +1,155 @@
+"""SGLang servers that polyturn starts: command, free port, log, readiness, and an end without orphans."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from polyturn import die_with_parent
+from polyturn.params import SglangParams
+from polyturn.processes import group_is_alive
+from polyturn.sampler.sglang.control import Control, ServerError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_GRACE_S = 10.0  # between SIGTERM and SIGKILL
+_LOG_TAIL = 2000  # characters of the log in an error
+# The server keeps the ids that it is sent (else it decodes and tokenizes again), and keeps no picture embeddings
+# under keys of its own, which would outlive an update of the vision tower.
+ENVIRONMENT = {"SGLANG_MM_AVOID_RETOKENIZE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one server is started with.
+
+    Attributes:
+        model: Hugging Face directory of the policy.
+        dtype: of weights and activations, such as bfloat16.
+        context_length: most tokens of a trajectory.
+        gpus: indices of the GPUs it runs on.
+        log: file that takes its output.
+    """
+
+    model: Path
+    dtype: str
+    context_length: int
+    gpus: Sequence[int]
+    log: Path
+
+
+def command(launch: Launch, params: SglangParams, *, seed: int, port: int) -> list[str]:
+    """The command line of one server."""
+    flags: list[str] = [
+        *("--model-path", str(launch.model)),
+        *("--host", "127.0.0.1"),
+        *("--port", str(port)),
+        *("--dtype", launch.dtype),
+        *("--context-length", str(launch.context_length)),
+        *("--tp-size", str(params.tensor_parallel)),
+        *("--base-gpu-id", str(launch.gpus[0])),
+        *("--mem-fraction-static", str(params.memory_fraction)),
+        *("--random-seed", str(seed)),
+        *("--attention-backend", params.attention_backend),
+        *("--mm-attention-backend", params.vision_attention_backend),
+        *("--sampling-backend", "pytorch"),
+        *("--grammar-backend", "none"),
+        *("--cuda-graph-backend-prefill", "disabled"),
+        "--skip-server-warmup",
+    ]
+    if params.deterministic:
+        flags.append("--enable-deterministic-inference")
+    if params.release_memory:
+        flags.append("--enable-memory-saver")
+    return [sys.executable, "-m", "sglang.launch_server", *flags, *params.extra_flags]
+
+
+@dataclass
+class ServerProcess:
+    """One running server; `close` ends its whole process group."""
+
+    control: Control
+    popen: subprocess.Popen[bytes]
+    log: Path
+    _is_closed: bool = field(default=False)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the launcher lives; the kernel reports its end at once, /health only after seconds."""
+        return self.popen.poll() is None
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when /health answers.
+
+        Raises:
+            ServerError: it died or did not answer in time; the end of its log is in the message.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.control.is_healthy():
+            if not self.is_running:
+                raise ServerError(
+                    f"the SGLang server ended with status {self.popen.returncode}; {self._tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"the SGLang server did not answer within sampler.sglang.start_timeout_s "
+                    f"{timeout_s:.0f}; {self._tail()}"
+                )
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End the server and everything it started: SIGTERM, then SIGKILL to its process group."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        group = self.popen.pid
+        for sign, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+            if not group_is_alive(group):
+                break
+            try:
+                os.killpg(group, sign)
+            except ProcessLookupError:
+                break
+            deadline = time.monotonic() + patience_s
+            while group_is_alive(group) and time.monotonic() < deadline:
+                self.popen.poll()
+                time.sleep(0.1)
+        self.popen.wait()
+
+    def _tail(self) -> str:
+        try:
+            text = self.log.read_text(errors="replace")
+        except OSError as error:
+            return f"its log cannot be read: {error}"
+        return f"the end of its log {self.log}:\n{text[-_LOG_TAIL:]}"
+
+
+def start(argv: Sequence[str], port: int, log: Path) -> ServerProcess:
+    """Start a server as the leader of a process group that dies with this process."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        popen = subprocess.Popen(
+            die_with_parent.command(argv),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+    logger.info("SGLang server %d on port %d, log %s", popen.pid, port, log)
+    return ServerProcess(Control(f"http://127.0.0.1:{port}"), popen, log)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

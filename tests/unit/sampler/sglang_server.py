@@ -1,0 +1,215 @@
+"""A small HTTP server that speaks SGLang's protocol, backed by the `hf` sampler; it can be told to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from aiohttp import web
+from PIL import Image
+
+from polyturn import model
+from polyturn.params import ModelParams
+from polyturn.render import Renderer
+from polyturn.sampler.base import SampleRequest
+from polyturn.sampler.hf import HfSampler
+from polyturn.sampler.sglang.weights import server_name
+from polyturn.types import ImageRecord
+
+
+@dataclass
+class FakeServer:
+    """State of the server; `faults` are taken one a /generate request, from the front."""
+
+    policy: model.Policy
+    faults: list[str] = field(default_factory=list)
+    bodies: list[dict] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    version: str = "default"
+    is_deaf: bool = False  # takes no new weights, but says that it did
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self._sampler = HfSampler(self.policy, Renderer(self.policy))
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=100_000_000)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_get("/health", self._answer({}))
+        app.router.add_get("/server_info", self._answer({"version": "0.5.15"}))
+        app.router.add_get("/model_info", self.model_info)
+        app.router.add_post("/update_weights_from_disk", self.update_from_disk)
+        app.router.add_post("/weights_checker", self.checksums)
+        app.router.add_post("/abort_request", self.abort)
+        for path in ("/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"):
+            app.router.add_post(path, self._answer({}))
+        return app
+
+    def _answer(self, content: dict):  # noqa: ANN202
+        async def handler(request: web.Request) -> web.Response:
+            self.calls.append(request.path)
+            return web.json_response(content)
+
+        return handler
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        """Tell the weight version."""
+        return web.json_response({"weight_version": self.version})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """Remember who was given up."""
+        self.aborted.append((await request.json())["rid"])
+        return web.Response()
+
+    async def update_from_disk(self, request: web.Request) -> web.Response:
+        """Load a directory."""
+        content = await request.json()
+        self.calls.append(request.path)
+        self.version = content["weight_version"]
+        if not self.is_deaf:
+            loaded = model.load(ModelParams(), Path(content["model_path"]))
+            self._sampler.update_weights(loaded.model.named_parameters(), 0)
+        return web.json_response({"success": True, "message": "ok"})
+
+    async def checksums(self, request: web.Request) -> web.Response:
+        """Hashes as SGLang names them; this model fuses nothing, so stacks are made here."""
+        named = dict(self.policy.model.named_parameters())
+        sums = {}
+        for name, tensor in named.items():
+            told, value = server_name(name), tensor.data
+            if ".q_proj." in told:
+                parts = [named[name.replace("q_proj", f"{part}_proj")].data for part in "qkv"]
+                told, value = told.replace("q_proj", "qkv_proj"), torch.cat(parts)
+            elif ".gate_proj." in told:
+                parts = [value, named[name.replace("gate_proj", "up_proj")].data]
+                told, value = told.replace("gate_proj", "gate_up_proj"), torch.cat(parts)
+            elif any(f".{part}." in told for part in ("k_proj", "v_proj", "up_proj")):
+                continue
+            elif told == "model.embed_tokens.weight":
+                value = torch.nn.functional.pad(value, (0, 0, 0, -len(value) % 64))
+            sums[told] = hash_tensor(value)
+        return web.json_response({"success": True, "ranks": [{"checksums": sums}]})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """One reply of the `hf` sampler, in SGLang's words."""
+        content = await request.json()
+        self.bodies.append(content)
+        fault = self.faults.pop(0) if self.faults else ""
+        if fault == "500":
+            return web.json_response({"error": "out of memory"}, status=500)
+        if fault == "disconnect":
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        if fault == "hang":
+            await asyncio.sleep(30)
+        if fault == "abort":
+            return web.json_response(_aborted(self.version))
+        return web.json_response(await self._reply(content, fault))
+
+    async def _reply(self, content: dict, fault: str) -> dict:
+        images = tuple(_record(uri) for uri in content.get("image_data", ()))
+        if fault == "drop image":
+            blank = Image.new("RGB", (images[0].width, images[0].height), "white")
+            images = (_png(blank), *images[1:])
+        sampling = content["sampling_params"]
+        reply = (
+            await self._sampler.generate(
+                [
+                    SampleRequest(
+                        session=content["rid"],
+                        engine_ids=tuple(content["input_ids"]),
+                        images=images,
+                        seed=sampling.get("sampling_seed", 42),
+                        max_new_tokens=sampling["max_new_tokens"],
+                        temperature=sampling["temperature"],
+                    )
+                ]
+            )
+        )[0]
+        ids = list(reply.token_ids)
+        scored = [[p, i, None] for p, i in zip(reply.logprobs, ids, strict=True)]
+        if fault == "wrong ids":
+            ids[0] += 1
+        version = "0" if fault == "old version" else self.version
+        matched = {"matched": ids[-1]} if reply.finish_reason == "stop" else {}
+        return {
+            "output_ids": ids,
+            "meta_info": {
+                "prompt_tokens": reply.prompt_length + (3 if fault == "longer prompt" else 0),
+                "cached_tokens": 0,
+                "weight_version": version,
+                "output_token_logprobs": scored,
+                "finish_reason": {"type": reply.finish_reason, **matched},
+            },
+        }
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """A hash of a tensor's bytes."""
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+@contextmanager
+def serving(server: FakeServer) -> Iterator[FakeServer]:
+    """Run it on a free port, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    started = threading.Event()
+
+    async def up() -> web.AppRunner:
+        runner = web.AppRunner(server.app())
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        server.url = f"http://127.0.0.1:{port}"
+        started.set()
+        return runner
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(up())
+        loop.run_forever()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+def _aborted(version: str) -> dict:
+    return {
+        "output_ids": [],
+        "meta_info": {
+            "prompt_tokens": 1,
+            "weight_version": version,
+            "output_token_logprobs": [],
+            "finish_reason": {"type": "abort", "message": "Aborted"},
+        },
+    }
+
+
+def _record(uri: str) -> ImageRecord:
+    png = base64.b64decode(uri.removeprefix("data:image/png;base64,"))
+    with Image.open(io.BytesIO(png)) as picture:
+        return ImageRecord.from_png(png, picture.width, picture.height)
+
+
+def _png(picture: Image.Image) -> ImageRecord:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return ImageRecord.from_png(file.getvalue(), picture.width, picture.height)
