@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -46,3 +46,17 @@ def draw_problems(
         for epoch in {epoch for epoch, _ in places}
     }
     return [problems[int(orders[epoch][index])] for epoch, index in places]
+
+
+def draw_more(
+    problems: Sequence[Problem], count: int, *, drawn: Collection[str], path: tuple[int, int, int]
+) -> list[Problem]:
+    """Up to `count` further problems of a step, none whose id is in `drawn`; `path` is (seed, step, round).
+
+    They come from a shuffle of their own, so that the order of the epochs does not depend on how many refills
+    there were.
+    """
+    seed, step, number = path
+    left = [problem for problem in problems if problem.id not in drawn]
+    order = np.random.default_rng(derive(seed, "refill", step, number)).permutation(len(left))
+    return [left[int(index)] for index in order[:count]]

@@ -2,7 +2,56 @@
 
 from __future__ import annotations
 
-from polyturn.params.fields import PositiveFloat, PositiveInt, Section
+from typing import Literal
+
+from pydantic import model_validator
+
+from polyturn.params.fields import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ObjectPath,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class DynamicSamplingParams(Section):
+    """Which groups are trained on, and how many are sampled to find them (DAPO, arXiv:2503.14476, section 3.2)."""
+
+    filters: tuple[ObjectPath, ...] = ()  # (group) -> bool; refused by one: not trained on
+    prompts_per_round: PositiveInt | None = None  # sampled at once; None: rollout.prompts_per_step
+    max_rounds: PositiveInt = 1  # of sampling in a step, which then trains on what there is
+
+
+class StopParams(Section):
+    """When training ends before train.steps, with the best policy so far; None switches a rule off."""
+
+    plateau_evals: PositiveInt | None = None  # validation scores in a row without a better one
+    plateau_min_gain: NonNegativeFloat = 0.0  # of the interval's lower bound, to count as better
+    collapse_fraction: Fraction | None = None  # of the best mean reward that there was
+    collapse_window: PositiveInt = 10  # steps behind a mean reward
+    max_logprob_gap: PositiveFloat | None = None  # mean |sampler - learner| logprob, nats a token
+    gap_steps: PositiveInt = 3  # in a row above max_logprob_gap
+    max_gpu_hours: PositiveFloat | None = None  # wall time x processes, resumed parts included
+
+
+class DebugParams(Section):
+    """Looking at one half of the loop alone; a run with any mode but off is labelled."""
+
+    mode: Literal["off", "rollout_only", "train_only"] = "off"
+    rollouts: str = ""  # train_only: the directory of step files that is trained on
+    dump_step: NonNegativeInt | None = None  # step whose training batch is written out
+
+    @model_validator(mode="after")
+    def _rollouts(self) -> DebugParams:
+        if (self.mode == "train_only") != bool(self.rollouts):
+            raise ValueError(
+                "rollouts names the directory of step files that mode: train_only reads, and is meaningless "
+                f"without, got mode {self.mode!r}, rollouts {self.rollouts!r}"
+            )
+        return self
 
 
 class TrainParams(Section):
@@ -18,6 +67,13 @@ class TrainParams(Section):
         "auto"  # auto: continue an equal key; never: start anew; RUN_ID: continue that run
     )
     work_uri: str = ""  # where checkpoints in progress live; empty: .polyturn/work
-    max_logprob_gap: PositiveFloat = (
-        0.5  # mean |sampler - learner| logprob above which the run stops
+    warn_logprob_gap: PositiveFloat = (
+        0.05  # mean |sampler - learner| logprob above which a step warns and counts an alarm
     )
+    max_logprob_gap: PositiveFloat = (
+        0.5  # mean |sampler - learner| logprob above which the run fails
+    )
+    deterministic: bool = False  # on a GPU: only kernels that give equal bytes, or an error
+    dynamic_sampling: DynamicSamplingParams = DynamicSamplingParams()
+    stop: StopParams = StopParams()
+    debug: DebugParams = DebugParams()

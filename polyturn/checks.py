@@ -1,0 +1,38 @@
+"""Checks of a training step; a run whose numbers cannot be trusted stops with what to look at."""
+
+from __future__ import annotations
+
+import logging
+
+from polyturn.metrics import Metrics
+from polyturn.params import TrainParams
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingError(RuntimeError):
+    """Training stopped; the message says at which step and what to do."""
+
+
+def check_gap(gap: float, params: TrainParams, step: int) -> Metrics:
+    """Sampler against learner before a step's first update: an alarm above warn_logprob_gap.
+
+    `gap` is the mean |sampler - learner| logprob of the sampled tokens, in nats. The same weights give about 1e-6
+    in float32 and 0.01 in bfloat16; other positions, pictures or an old kernel give 0.1 and more, and the model
+    then does not learn, without any other sign.
+
+    Raises:
+        TrainingError: it is above max_logprob_gap.
+    """
+    if not gap <= params.max_logprob_gap:
+        raise TrainingError(
+            f"step {step}: sampler and learner differ by {gap:.3f} nats a token, more than "
+            f"train.max_logprob_gap {params.max_logprob_gap}; check that both see the same pictures and weights"
+        )
+    is_alarm = gap > params.warn_logprob_gap
+    if is_alarm:
+        logger.warning(
+            "step %d: sampler and learner differ by %.3f nats a token, more than train.warn_logprob_gap %g",
+            *(step, gap, params.warn_logprob_gap),
+        )
+    return {"train/logprob_gap_alarm": float(is_alarm)}
