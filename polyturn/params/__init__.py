@@ -13,7 +13,7 @@ from polyturn.params.data import DataParams, ImagesParams, SyntheticParams
 from polyturn.params.env import EnvParams
 from polyturn.params.evaluate import EvaluateParams
 from polyturn.params.fields import NonNegativeInt, Section
-from polyturn.params.learner import LearnerParams
+from polyturn.params.learner import LearnerParams, LoraParams
 from polyturn.params.loss import LossParams
 from polyturn.params.model import ModelParams, SmallModelParams
 from polyturn.params.reward import RewardParams, RewardTermParams
@@ -31,6 +31,7 @@ __all__ = [
     "EvaluateParams",
     "ImagesParams",
     "LearnerParams",
+    "LoraParams",
     "LossParams",
     "ModelParams",
     "Params",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
 
 from polyturn.params.fields import (
     Fraction,
@@ -12,6 +14,25 @@ from polyturn.params.fields import (
     PositiveInt,
     Section,
 )
+
+
+class LoraParams(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685) on frozen weights; what is published has them merged in."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0  # the adapters' product is scaled by alpha / rank
+    # Linear layers of the language model that get adapters.
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    # Linear layers of the vision tower, such as qkv or linear_fc1; needs freeze_vision: false.
+    vision_modules: tuple[str, ...] = ()
 
 
 class LearnerParams(Section):
@@ -30,3 +51,28 @@ class LearnerParams(Section):
     grad_clip: PositiveFloat = 1.0
     freeze_vision: bool = True
     micro_batch_tokens: PositiveInt = 4096  # padded tokens of one micro-batch
+    # Logits exist for so many tokens at a time; with more than that, the backward pass computes them again.
+    logit_chunk_tokens: PositiveInt = 4096
+    # Of the computation; trained weights, moments and sums over ranks are float32 either way. A frozen tower
+    # computes in model.dtype.
+    precision: Literal["float32", "bfloat16"] = "float32"
+    activation_checkpointing: bool = (
+        False  # compute each layer twice instead of keeping its activations
+    )
+    # Several processes: gather a layer's weights anew for the backward pass (false: keep them, more memory).
+    reshard_after_forward: bool = True
+    lora: LoraParams | None = None  # null: all weights are trained
+    # Keep optimizer state, gradients and weights in host memory while sampling (one GPU for both).
+    offload: bool = False
+    # With several updates per rollout, whose logprobs are the old ones in the ratio: those that the sampler
+    # reported, or those of the learner before the first update (one more forward pass).
+    old_logprobs: Literal["sampler", "learner"] = "sampler"
+
+    @model_validator(mode="after")
+    def _vision_adapters(self) -> LearnerParams:
+        if self.freeze_vision and self.lora is not None and self.lora.vision_modules:
+            raise ValueError(
+                f"lora.vision_modules trains the vision tower, which freeze_vision: true forbids, got "
+                f"{list(self.lora.vision_modules)}; set freeze_vision to false"
+            )
+        return self
