@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
 
+from polyturn.comparator import Prompt
 from polyturn.envs.base import Env, EnvContext, ToolSchema, build, observation_message
 from polyturn.envs.call import call
 from polyturn.params import EnvParams, RolloutParams
 from polyturn.render import Rendered, Renderer
+from polyturn.reply_checks import Expected, objection
 from polyturn.sampler.base import Reply, SampleRequest
 from polyturn.seeds import derive
-from polyturn.types import ImageRecord, Json, Message, Problem, StopReason, Trajectory, Turn
+from polyturn.stream import TokenStream
+from polyturn.types import (
+    Json,
+    Message,
+    Problem,
+    StopReason,
+    Trajectory,
+    Turn,
+)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What all trajectories of a rollout share; `seed` is the rollout's, already derived from run and step."""
+    """What all trajectories of a rollout share; `seed` is the rollout's, already derived from run and step.
+
+    `policy_version` is that of the weights which every reply must come from; None: that of the first reply.
+    """
 
     renderer: Renderer
     build_env: Callable[..., object]
@@ -31,10 +45,7 @@ class EpisodeSettings:
     rollout: RolloutParams
     seed: int
     temperature: float
-
-
-class TokenMismatchError(Exception):
-    """The engine's prompt is not ours."""
+    policy_version: int | None = None
 
 
 @dataclass
@@ -54,14 +65,11 @@ class Episode:
     stop_reason: StopReason | None = None
     error: str | None = None
     env: Env | None = None
+    prompt: Prompt = field(default_factory=lambda: Prompt(()))
     _turns: list[Turn] = field(default_factory=list)
-    _engine_ids: list[int] = field(default_factory=list)
-    _token_ids: list[int] = field(default_factory=list)
-    _loss_mask: list[int] = field(default_factory=list)
-    _logprobs: list[float] = field(default_factory=list)
-    _images: list[ImageRecord] = field(default_factory=list)
-    _num_sampled: int = 0
-    _policy_version: int = 0
+    _stream: TokenStream = field(default_factory=TokenStream)
+    _policy_version: int | None = None
+    _env_time_s: float = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -80,16 +88,17 @@ class Episode:
                 self.problem,
                 self.settings.env.params,
                 self.settings.rollout.max_turns,
-                self._seed("env"),
+                self.seed("env"),
             )
             self.env = cast("Env", await self._call(build, self.settings.build_env, context))
             first = await self._reset(self.env, context.seed)
             tools = cast("Sequence[ToolSchema]", getattr(self.env, "tools", ()) or ())
-            messages = [*self.problem.messages, *([first] if first else [])]
-            self._append(
-                self.settings.renderer.prompt(
-                    messages, tools if self.settings.env.tools_in_prompt else ()
-                )
+            self.prompt = Prompt(
+                (*self.problem.messages, *([first] if first else [])),
+                tools if self.settings.env.tools_in_prompt else (),
+            )
+            self._stream.append(
+                self.settings.renderer.prompt(self.prompt.messages, self.prompt.tools)
             )
         except TimeoutError as error:
             self._fail(StopReason.ENV_TIMEOUT, error)
@@ -99,16 +108,16 @@ class Episode:
         ) as error:  # a bad environment is data: the trajectory fails, the run goes on
             self._fail(StopReason.ENV_ERROR, error)
             return
-        if len(self._token_ids) >= self.settings.rollout.max_context_tokens:
+        if len(self._stream.token_ids) >= self.settings.rollout.max_context_tokens:
             self.stop_reason = StopReason.MAX_CONTEXT
 
     def request(self) -> SampleRequest:
         """What to ask the sampler for next."""
         return SampleRequest(
             session=self.session,
-            engine_ids=tuple(self._engine_ids),
-            images=tuple(self._images),
-            seed=self._seed("sample", len(self._turns)),
+            engine_ids=tuple(self._stream.engine_ids),
+            images=tuple(self._stream.images),
+            seed=self.seed("sample", len(self._turns)),
             max_new_tokens=self._budget(),
             temperature=self.settings.temperature,
         )
@@ -121,17 +130,12 @@ class Episode:
             )
             self.error = reply.error
             return
-        if reply.prompt_length != len(self._token_ids):
-            self._fail(
-                StopReason.TOKEN_MISMATCH,
-                TokenMismatchError(
-                    f"the engine's prompt has {reply.prompt_length} tokens, ours {len(self._token_ids)}"
-                ),
-            )
+        if wrong := objection(reply, self._expected(), self.settings.renderer):
+            where = f"problem {self.problem.id} sibling {self.sibling} turn {len(self._turns)}"
+            self._fail(wrong.reason, f"{where}: {wrong.message}")
             return
-        if not self._turns:
-            self._policy_version = reply.weight_version
-        self._take(reply)
+        self._policy_version = reply.weight_version
+        self._stream.take(reply)
         text = self.settings.renderer.decode(reply.token_ids)
         if reply.finish_reason == "length":
             self._close_turn(reply, text, None, {})
@@ -170,34 +174,22 @@ class Episode:
             group_index=self.group_index,
             sibling=self.sibling,
             turns=tuple(self._turns),
-            token_ids=np.array(self._token_ids, dtype=np.int64),
-            loss_mask=np.array(self._loss_mask, dtype=np.int8),
-            logprobs=np.array(self._logprobs, dtype=np.float32),
-            images=tuple(self._images),
+            token_ids=np.array(self._stream.token_ids, dtype=np.int64),
+            loss_mask=np.array(self._stream.loss_mask, dtype=np.int8),
+            logprobs=np.array(self._stream.logprobs, dtype=np.float32),
+            images=tuple(self._stream.images),
             stop_reason=self.stop_reason,
-            policy_version=self._policy_version,
+            policy_version=self._policy_version or 0,
             error=self.error,
+            tokens=self._stream.counts(self.settings.renderer.family.image_token_id),
+            env_time_s=self._env_time_s,
         )
 
-    def _seed(self, *path: str | int) -> int:
+    def seed(self, *path: str | int) -> int:
         """A seed that depends on the rollout, the problem and the try, and not on what else is sampled."""
         return derive(self.settings.seed, self.problem.id, self.occurrence, self.sibling, *path)
 
     # -- streams ----------------------------------------------------------------------------------------------
-
-    def _append(self, rendered: Rendered) -> None:
-        self._engine_ids += rendered.engine_ids
-        self._token_ids += rendered.token_ids
-        self._loss_mask += [0] * len(rendered.token_ids)
-        self._logprobs += [0.0] * len(rendered.token_ids)
-        self._images += rendered.images
-
-    def _take(self, reply: Reply) -> None:
-        self._engine_ids += reply.token_ids
-        self._token_ids += reply.token_ids
-        self._loss_mask += [1] * len(reply.token_ids)
-        self._logprobs += reply.logprobs
-        self._num_sampled += len(reply.token_ids)
 
     def _close_turn(
         self, reply: Reply, text: str, observation: Message | None, info: Mapping[str, Json]
@@ -211,12 +203,12 @@ class Episode:
             self.stop_reason = StopReason.ENV_DONE
         elif len(self._turns) + 1 >= limits.max_turns:
             self.stop_reason = StopReason.MAX_TURNS
-        elif self._num_sampled >= limits.max_new_tokens:
+        elif self._stream.num_sampled >= limits.max_new_tokens:
             self.stop_reason = StopReason.MAX_NEW_TOKENS
         else:
             rendered = self._after_end_token(self.settings.renderer.observation(message))
-            if len(self._token_ids) + len(rendered.token_ids) < limits.max_context_tokens:
-                self._append(rendered)
+            if len(self._stream.token_ids) + len(rendered.token_ids) < limits.max_context_tokens:
+                self._stream.append(rendered)
                 return message
             self.stop_reason = StopReason.MAX_CONTEXT
         return None
@@ -224,7 +216,7 @@ class Episode:
     def _after_end_token(self, observation: Rendered) -> Rendered:
         """Put the end token in front, never trained, where the engine stopped the reply by something else."""
         end = self.settings.renderer.family.end_of_turn_id
-        if self._token_ids[-1] == end:
+        if self._stream.token_ids[-1] == end:
             return observation
         return replace(
             observation,
@@ -236,18 +228,25 @@ class Episode:
         """Tokens that the next reply may have (at least 1 while the episode is not done)."""
         limits = self.settings.rollout
         return min(
-            limits.max_new_tokens - self._num_sampled,
-            limits.max_context_tokens - len(self._token_ids),
+            limits.max_new_tokens - self._stream.num_sampled,
+            limits.max_context_tokens - len(self._stream.token_ids),
             limits.max_turn_tokens or limits.max_new_tokens,
         )
 
     def _limit_reached(self) -> StopReason:
-        is_full = len(self._token_ids) >= self.settings.rollout.max_context_tokens
+        is_full = len(self._stream.token_ids) >= self.settings.rollout.max_context_tokens
         return StopReason.MAX_CONTEXT if is_full else StopReason.MAX_NEW_TOKENS
 
-    def _fail(self, reason: StopReason, error: Exception) -> None:
+    def _expected(self) -> Expected:
+        version = (
+            self.settings.policy_version if self._policy_version is None else self._policy_version
+        )
+        return Expected(len(self._stream.token_ids), self._budget(), version)
+
+    def _fail(self, reason: StopReason, error: Exception | str) -> None:
         self.stop_reason = reason
-        self.error = f"{type(error).__name__}: {error}"[:500]
+        told = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.error = told[:500]
         logger.warning(
             "problem %s sibling %d: %s: %s", self.problem.id, self.sibling, reason, self.error
         )
@@ -279,4 +278,9 @@ class Episode:
         return None if is_empty else observation_message(env, observation)
 
     async def _call(self, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        return await call(method, *args, time_limit_s=self.settings.env.step_timeout_s, **kwargs)
+        limit = self.settings.env.step_timeout_s
+        started = time.perf_counter()
+        try:
+            return await call(method, *args, time_limit_s=limit, **kwargs)
+        finally:
+            self._env_time_s += time.perf_counter() - started

@@ -30,6 +30,17 @@ class Rendered:
     images: tuple[ImageRecord, ...]
 
 
+@dataclass(frozen=True)
+class Canonical:
+    """The chat template's own pieces around a conversation's replies: the prompt, then each observation.
+
+    `num_rewritten` counts the replies that do not stand verbatim in the rendering of the whole conversation.
+    """
+
+    pieces: tuple[Rendered, ...]
+    num_rewritten: int
+
+
 class TemplateError(ValueError):
     """The chat template cannot be used for exact multi-turn training."""
 
@@ -39,6 +50,7 @@ class Renderer:
 
     def __init__(self, policy: Policy) -> None:
         self.family = policy.family
+        self.vocab_size = int(policy.model.config.text_config.vocab_size)
         self._processor = policy.processor
         self._tokenizer = policy.processor.tokenizer
         self._template = getattr(policy.processor, "chat_template", None)
@@ -82,6 +94,39 @@ class Renderer:
         images = tuple(image for message in messages for image in message.images)
         text = self._text([_chat(m) for m in messages], tools=tools, continues=False)
         return self._rendered(text, images)
+
+    def canonical(
+        self,
+        prompt: Sequence[Message],
+        turns: Sequence[tuple[str, Message | None]],
+        tools: Sequence[Mapping[str, Json]] = (),
+    ) -> Canonical:
+        """What the template writes around replies, each observation with all that came before it.
+
+        `turns` are (reply, observation); only the last observation may be None.
+
+        Raises:
+            TemplateError: the template drops a reply.
+        """
+        marked = [_chat(message) for message in prompt]  # a mark stands where each reply was
+        said = list(marked)
+        texts, pieces = [self._text(marked, tools=tools)], [self.prompt(prompt, tools)]
+        for number, (reply, observation) in enumerate(turns):
+            mark = f"reply {number} of the conversation"
+            marked.append({"role": "assistant", "content": mark})
+            said.append({"role": "assistant", "content": reply})
+            if observation is not None:
+                marked.append(_chat(observation))
+                said.append(_chat(observation))
+                text = self._text(marked, tools=tools)
+                _, found, after = text.partition(mark + END_OF_TURN)
+                if not found:
+                    raise TemplateError("the chat template drops a reply when a message is added")
+                texts.append(after)
+                pieces.append(self._rendered(after, observation.images))
+        whole = self._text(said, tools=tools, continues=False)
+        chunks = [text + reply + END_OF_TURN for text, (reply, _) in zip(texts, turns, strict=True)]
+        return Canonical(tuple(pieces), sum(chunk not in whole for chunk in chunks))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that may hold special tokens; kept, since few distinct texts recur often."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from polyturn.comparator import compare
 from polyturn.envs.base import load_object
 from polyturn.episode import Episode, EpisodeSettings
 from polyturn.memory import lowered_by
@@ -14,6 +15,7 @@ from polyturn.params import EnvParams, Params, RewardParams, RolloutParams
 from polyturn.render import Renderer
 from polyturn.reward import Reward, check_failures, score
 from polyturn.sampler.base import Sampler
+from polyturn.seeds import SEED_RANGE
 from polyturn.types import Group, Problem, Status, Trajectory
 
 
@@ -33,11 +35,15 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Draw:
-    """One rollout's own numbers: its derived seed, siblings per problem and temperature (0: greedy)."""
+    """One rollout's own numbers: its derived seed, siblings per problem and temperature (0: greedy).
+
+    `policy_version` is the version of the weights that must sample all of it; None: whichever the sampler has.
+    """
 
     seed: int
     group_size: int
     temperature: float
+    policy_version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ async def rollout_attempts(
     Raises:
         FailureBudgetError: more trajectories failed than env.max_failure_fraction.
         RewardFailureError: more gradings failed than reward.max_failure_fraction.
+        ComparisonError: a compared trajectory is not the conversation that the chat template renders.
     """
     shared = EpisodeSettings(
         renderer,
@@ -91,6 +98,7 @@ async def rollout_attempts(
         settings.rollout,
         draw.seed,
         draw.temperature,
+        draw.policy_version,
     )
     episodes = [
         Episode(shared, attempt.problem, attempt.group_index, sibling, attempt.occurrence)
@@ -107,7 +115,7 @@ async def rollout_attempts(
             )
     finally:
         await asyncio.gather(*(episode.close() for episode in episodes))
-    finished = [episode.finish() for episode in episodes]
+    finished = [_finish(episode, settings.rollout.compare_fraction) for episode in episodes]
     _check_failures(finished, settings.env.max_failure_fraction)
     graded = _grade(finished, settings.reward)
     size = draw.group_size
@@ -137,6 +145,16 @@ def occurrences(problems: Sequence[Problem]) -> list[int]:
         numbers.append(seen[problem.id])
         seen[problem.id] += 1
     return numbers
+
+
+def _finish(episode: Episode, compare_fraction: float) -> Trajectory:
+    """The trajectory; a share of them, chosen by their seeds, is compared with the rendered conversation."""
+    trajectory = episode.finish()
+    is_chosen = episode.seed("compare") < compare_fraction * SEED_RANGE
+    if not (is_chosen and trajectory.status.is_rewarded and trajectory.turns):
+        return trajectory
+    num_rewritten = compare(trajectory, episode.prompt, episode.settings.renderer)
+    return replace(trajectory, num_rewritten=num_rewritten)
 
 
 def _memory_keys(rollout: RolloutParams) -> dict[str, object]:

@@ -20,6 +20,7 @@ def from_trajectory(trajectory: Trajectory, advantage: float) -> TrainingSample:
         logprobs=trajectory.logprobs,
         images=trajectory.images,
         advantage=advantage,
+        id=f"{trajectory.problem.id}/{trajectory.group_index}/{trajectory.sibling}",
     )
 
 

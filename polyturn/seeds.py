@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+SEED_RANGE = 2**63  # seeds are below it
+
 
 def derive(seed: int, *path: str | int) -> int:
     """A 63-bit seed for `path`, e.g. derive(run_seed, "sample", step, problem_id, sibling, turn).

@@ -156,6 +156,19 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class TokenCounts:
+    """How many tokens of a trajectory each role has; `image_pads` are those of prompt and observations together.
+
+    `assistant` counts sampled tokens; an end token that the loop adds counts as observation.
+    """
+
+    prompt: int = 0
+    assistant: int = 0
+    observation: int = 0
+    image_pads: int = 0
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One finished try at a problem, with everything that training and reading it need.
 
@@ -179,6 +192,11 @@ class Trajectory:
     reward_failures: tuple[
         str, ...
     ] = ()  # reward terms that could not be computed (they count 0), with causes
+    tokens: TokenCounts = TokenCounts()
+    # Replies that the chat template would show otherwise in the whole conversation (thoughts that it strips);
+    # None: this trajectory was not compared with the canonical rendering.
+    num_rewritten: int | None = None
+    env_time_s: float = field(default=0.0, compare=False)  # in the environment's methods
 
     @property
     def status(self) -> Status:
@@ -203,7 +221,10 @@ class Group:
 class TrainingSample:
     """What the learner sees of one trajectory; torch-free, pictures by record, all arrays of length T.
 
-    `logprobs` are the sampler's at the sampling temperature (0 where loss_mask is 0).
+    `logprobs` are the sampler's at the sampling temperature (0 where loss_mask is 0). `id` names the trajectory.
+
+    Raises:
+        ValueError: the arrays differ in length.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -213,13 +234,17 @@ class TrainingSample:
     advantage: float = 0.0
     kind: str = ""  # of the demonstration it comes from
     num_answer_tokens: int = 0  # trained tokens of a demonstration's last reply
+    id: str = ""
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.logprobs))
         if len(set(lengths)) != 1:
+            trained = np.flatnonzero(self.loss_mask)
+            prompt = int(trained[0]) if len(trained) else len(self.loss_mask)
             raise ValueError(
-                f"sample arrays differ in length: token_ids {lengths[0]}, loss_mask {lengths[1]}, "
-                f"logprobs {lengths[2]}"
+                f"sample {self.id or '(no id)'}: arrays differ in length: token_ids {lengths[0]}, loss_mask "
+                f"{lengths[1]}, logprobs {lengths[2]}; prompt {prompt}, response {lengths[0] - prompt}, "
+                f"total {lengths[0]}"
             )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from polyturn.params.fields import PositiveFloat, PositiveInt, Section
+from polyturn.params.fields import Fraction, PositiveFloat, PositiveInt, Section
 
 
 class RolloutParams(Section):
@@ -21,3 +21,5 @@ class RolloutParams(Section):
     )
     max_context_tokens: PositiveInt = 1024  # prompt, pads, replies and observations together
     temperature: PositiveFloat = 1.0
+    # of the trajectories: compared, id for id, with the chat template's rendering of the whole conversation
+    compare_fraction: Fraction = 0.1

@@ -131,7 +131,7 @@ def test_an_engine_with_another_prompt_length_fails_the_trajectory(
     trajectory, _ = run(renderer, Scenes(None), script)
     assert trajectory.stop_reason is StopReason.TOKEN_MISMATCH
     assert trajectory.error == (
-        f"TokenMismatchError: the engine's prompt has {prompt + error} tokens, ours {prompt}"
+        f"problem p sibling 0 turn 0: the engine's prompt has {prompt + error} tokens, ours {prompt}"
     )
     assert trajectory.num_sampled == 0
 
@@ -200,7 +200,9 @@ PICTURES = [tiny.picture(), tiny.picture(16, 16, 3), tiny.picture(64, 32, 5)]
 OBSERVATIONS = st.tuples(
     st.sampled_from(["", "ok", "Not seen: none"]), st.lists(st.sampled_from(PICTURES), max_size=2)
 )
-REPLIES = st.tuples(st.lists(st.integers(0, 300), max_size=6), st.booleans())
+REPLIES = st.tuples(
+    st.lists(st.integers(0, 300), max_size=6), st.sampled_from(["ended", "stop string", "cut"])
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -211,21 +213,25 @@ REPLIES = st.tuples(st.lists(st.integers(0, 300), max_size=6), st.booleans())
 )
 def test_every_sampled_token_is_trained_once_and_nothing_else(
     policy: Policy,
-    turns: list[tuple[tuple[list[int], bool], tuple[str, list[ImageRecord]]]],
+    turns: list[tuple[tuple[list[int], str], tuple[str, list[ImageRecord]]]],
     first: list[ImageRecord],
     max_context: int,
 ) -> None:
     renderer = Renderer(policy)
     end = renderer.family.end_of_turn_id
     replies = [
-        Scripted((*ids, end) if is_ended else (*ids, 1), "stop" if is_ended else "length")
-        for (ids, is_ended), _ in turns
+        Scripted(
+            (*ids, end) if ending == "ended" else tuple(ids),
+            "length" if ending == "cut" else "stop",
+        )
+        for (ids, ending), _ in turns
     ]
     env = Scenes(*[Observation(text, tuple(images)) for _, (text, images) in turns[:-1]], None)
     problem = Problem("p", "train", (Message("user", (*first, "Find x.")),), "12")
     limits = replace_limits(max_context_tokens=max_context, max_turns=3)
     trajectory, sampler = run(renderer, env, tiny.saying(*replies), limits=limits, problem=problem)
-    taken = replies[: len(trajectory.turns)]
+    taken = sampler.replies
+    assert len(taken) == len(trajectory.turns)
     assert sampled(trajectory) == [token for reply in taken for token in reply.token_ids]
     assert [turn.reply_ids for turn in trajectory.turns] == [reply.token_ids for reply in taken]
     expected = np.array([p for turn in trajectory.turns for p in turn.reply_logprobs], np.float32)
@@ -238,6 +244,10 @@ def test_every_sampled_token_is_trained_once_and_nothing_else(
     for (request,) in sampler.requests:
         assert request.engine_ids.count(renderer.family.image_token_id) == len(request.images)
         assert request.max_new_tokens >= 1
+    counts = trajectory.tokens
+    assert (counts.image_pads, counts.assistant) == (pads, trajectory.num_sampled)
+    total = counts.prompt + counts.assistant + counts.observation + counts.image_pads
+    assert total == len(trajectory.token_ids) <= max(max_context, counts.prompt + pads)
 
 
 def replace_limits(**changes: object) -> RolloutParams:

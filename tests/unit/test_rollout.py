@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from polyturn.advantage import group_advantages
+from polyturn.comparator import ComparisonError
 from polyturn.envs.base import Observation
 from polyturn.metrics import rollout_metrics
 from polyturn.params import EnvParams, RolloutParams
-from polyturn.render import Renderer
+from polyturn.render import Rendered, Renderer
 from polyturn.rollout import (
     Draw,
     FailureBudgetError,
@@ -23,7 +26,7 @@ from polyturn.rollout import (
 )
 from polyturn.sampler.base import SampleRequest
 from polyturn.samples import with_gradient
-from polyturn.types import Group, Status, StopReason
+from polyturn.types import Group, Message, Status, StopReason
 from tests.unit import tiny
 from tests.unit.tiny import Scripted, ScriptedSampler
 
@@ -202,3 +205,66 @@ def test_turn_observation_is_what_the_policy_saw(renderer: Renderer) -> None:
     first = groups[0].trajectories[0].turns[0].observation
     assert first is not None
     assert first.text == Observation("ok").text
+
+
+def test_a_share_of_the_trajectories_is_compared_with_the_rendered_conversation(
+    renderer: Renderer,
+) -> None:
+    """Chosen by their seeds: the same ones again, all of them or none at the ends."""
+
+    def compared(fraction: float) -> list[bool]:
+        using = settings()
+        using = replace(
+            using, rollout=using.rollout.model_copy(update={"compare_fraction": fraction})
+        )
+        groups = play(ScriptedSampler(renderer, by_session({})), renderer, using, size=30)
+        trajectories = [t for group in groups for t in group.trajectories]
+        assert {t.num_rewritten for t in trajectories} <= {0, None}
+        return [t.num_rewritten == 0 for t in trajectories]
+
+    assert sum(compared(0.0)) == 0
+    assert sum(compared(1.0)) == 60
+    chosen = compared(0.3)
+    assert 8 <= sum(chosen) <= 28
+    assert compared(0.3) == chosen
+
+
+def test_a_stream_that_is_not_the_conversation_stops_the_step(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observation = Renderer.observation
+
+    def without_newline(self: Renderer, message: Message) -> Rendered:
+        shown = observation(self, message)
+        return Rendered(shown.engine_ids[1:], shown.token_ids[1:], shown.images)
+
+    monkeypatch.setattr(Renderer, "observation", without_newline)
+    using = settings()
+    using = replace(using, rollout=using.rollout.model_copy(update={"compare_fraction": 1.0}))
+    script = by_session({"1/2": ("a", "box")})
+    with pytest.raises(
+        ComparisonError, match="problem train-1 group 1 sibling 2: token ids differ"
+    ):
+        play(ScriptedSampler(renderer, script), renderer, using)
+
+
+def test_weights_of_another_version_fail_their_trajectories(renderer: Renderer) -> None:
+    def versions(*, expected: int | None, changes: bool) -> Counter[StopReason]:
+        sampler = ScriptedSampler(renderer, by_session({"0/0": ("a", "box")}), version=3)
+
+        def script(request: SampleRequest, turn: int) -> str | Scripted:
+            sampler.version += int(changes and turn == 1)
+            return by_session({"0/0": ("a", "box")})(request, turn)
+
+        sampler.script = script
+        draw = Draw(5, 2, 1.0, policy_version=expected)
+        groups = asyncio.run(rollout(PROBLEMS, sampler, renderer, settings(1.0), draw))
+        return Counter(t.stop_reason for group in groups for t in group.trajectories)
+
+    assert versions(expected=3, changes=False) == {StopReason.ENV_DONE: 4}
+    assert versions(expected=None, changes=False) == {StopReason.ENV_DONE: 4}
+    assert versions(expected=4, changes=False) == {StopReason.SAMPLER_ERROR: 4}
+    assert versions(expected=None, changes=True) == {
+        StopReason.ENV_DONE: 3,
+        StopReason.SAMPLER_ERROR: 1,
+    }

@@ -40,12 +40,24 @@ def test_a_mask_with_a_gap_keeps_both_spans() -> None:
     assert len(mask) - np.flatnonzero(sample.loss_mask)[0] == 9
     assert sample.advantage == 0.5
     assert sample.images == (tiny.picture(),)
+    assert sample.id == "p/0/0"
 
 
-def test_arrays_of_different_length_are_refused_with_every_length() -> None:
-    """Seven logprobs for five tokens (slime #1862)."""
-    with pytest.raises(ValueError, match="token_ids 5, loss_mask 5, logprobs 7"):
-        TrainingSample(np.zeros(5, np.int64), np.zeros(5, np.int8), np.zeros(7, np.float32), ())
+def test_arrays_of_different_length_are_refused_with_id_and_every_length() -> None:
+    """Seven logprobs for a response of five after a prompt of three (TOK-18, slime #1862)."""
+    mask = np.array([0] * 3 + [1] * 5, np.int8)
+    with pytest.raises(
+        ValueError,
+        match="sample p-7/0/2: arrays differ in length: token_ids 8, loss_mask 8, logprobs 7; prompt 3, "
+        "response 5, total 8",
+    ):
+        TrainingSample(np.zeros(8, np.int64), mask, np.zeros(7, np.float32), (), id="p-7/0/2")
+    for lengths in ((4, 5, 5), (5, 4, 5), (5, 5, 4), (0, 0, 1)):
+        ids, bits, logprobs = (np.zeros(n) for n in lengths)
+        with pytest.raises(ValueError, match=r"sample \(no id\)"):
+            TrainingSample(
+                ids.astype(np.int64), bits.astype(np.int8), logprobs.astype(np.float32), ()
+            )
 
 
 def test_only_trajectories_with_a_gradient_become_samples() -> None:

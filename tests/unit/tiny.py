@@ -160,6 +160,7 @@ class Scripted:
     logprobs: tuple[float, ...] | None = None
     prompt_length_error: int = 0
     error: str | None = None
+    ignores_limit: bool = False
 
 
 Script = Callable[[SampleRequest, int], str | Scripted]
@@ -169,18 +170,22 @@ Script = Callable[[SampleRequest, int], str | Scripted]
 class ScriptedSampler:
     """A Sampler that answers by `script(request, turn)`: a text (canonical ids and the end token) or `Scripted`.
 
-    Its prompt length is counted from the engine ids and the pictures alone, as an engine does.
+    Its prompt length is counted from the engine ids and the pictures alone, as an engine does, and it cuts a
+    reply at the tokens asked for unless the script says `ignores_limit`.
     """
 
     renderer: Renderer
     script: Script
     requests: list[list[SampleRequest]] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)
     version: int = 0
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Reply]:
         self.requests.append(list(requests))
-        return [self._reply(request) for request in requests]
+        replies = [self._reply(request) for request in requests]
+        self.replies += replies
+        return replies
 
     def _reply(self, request: SampleRequest) -> Reply:
         turn = self.turns.get(request.session, 0)
@@ -188,6 +193,10 @@ class ScriptedSampler:
         said = self.script(request, turn)
         if isinstance(said, str):
             said = Scripted(self.renderer.encode_reply(said)[0])
+        if len(said.token_ids) > request.max_new_tokens and not said.ignores_limit:
+            said = replace(
+                said, token_ids=said.token_ids[: request.max_new_tokens], finish_reason="length"
+            )
         cells = sum(rows * columns for rows, columns in map(self.renderer.grid, request.images))
         length = len(request.engine_ids) - len(request.images) + cells
         default = tuple(-0.25 * (turn + 1) - 0.01 * i for i in range(len(said.token_ids)))
