@@ -59,7 +59,7 @@ def rollout_metrics(groups: Sequence[Group], *, seed: int) -> Metrics:
 
 
 def update_metrics(updates: Sequence[UpdateStats], *, gap: float) -> Metrics:
-    """Means over a rollout's updates; `gap` is the sampler/learner logprob gap measured before the first."""
+    """Means (of *_max: maxima) over a rollout's updates; `gap` is the sampler/learner logprob gap measured before the first."""
     always = {
         "train/num_updates": float(len(updates)),
         "train/train_rollout_logprob_abs_diff": gap,
@@ -67,20 +67,20 @@ def update_metrics(updates: Sequence[UpdateStats], *, gap: float) -> Metrics:
     if not updates:
         return always
 
-    def mean(name: str) -> float:
-        return float(np.mean([getattr(update, name) for update in updates]))
-
     first = updates[0]
-    return always | {
-        "train/loss": mean("loss"),
-        "train/pg_clipfrac": mean("clip_fraction"),
-        "train/ppo_kl": mean("kl"),
-        "train/entropy": mean("entropy"),
-        "train/grad_norm": mean("grad_norm"),
+    of_loss: Metrics = {}
+    for name in first.loss_metrics:
+        join = max if name.endswith("_max") else np.mean
+        of_loss[f"train/{name}"] = float(join([update.loss_metrics[name] for update in updates]))
+    return of_loss | {
+        "train/grad_norm": float(np.mean([update.grad_norm for update in updates])),
         "train/lr": first.lr,
         "train/num_tokens": float(sum(update.num_tokens for update in updates)),
-        "train/train_rollout_logprob_abs_diff_max": first.logprob_gap_max,
-        "train/first_ratio_error": first.max_ratio_error,
+        "train/train_rollout_logprob_abs_diff_max": first.loss_metrics[
+            "train_rollout_logprob_abs_diff_max"
+        ],
+        "train/first_ratio_error": first.loss_metrics["ratio_error_max"],
+        **always,
     }
 
 

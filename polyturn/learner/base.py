@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -19,22 +19,16 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """What one optimizer update did; means are over its trained tokens.
+    """What one optimizer update did; `loss_metrics` are those of `polyturn.loss`, without their area.
 
-    `logprob_gap_*` compare the learner's logprobs with the sampler's; for the first update after a rollout the
-    weights are the same, so that they measure numerics alone.
+    Of these, `train_rollout_logprob_abs_diff` compares the learner with the sampler; for the first update after a
+    rollout the weights are the same, so that it measures numerics alone.
     """
 
-    loss: float
     grad_norm: float
     lr: float
     num_tokens: int
-    clip_fraction: float
-    kl: float
-    entropy: float
-    logprob_gap_mean: float
-    logprob_gap_max: float
-    max_ratio_error: float
+    loss_metrics: Mapping[str, float]
 
 
 class Learner(Protocol):

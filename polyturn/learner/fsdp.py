@@ -17,7 +17,7 @@ from polyturn import vision
 from polyturn.batching import collate, micro_batches
 from polyturn.learner.base import NonFiniteError, UpdateStats
 from polyturn.learner.scoring import gradient_norm, score_batch, trained
-from polyturn.loss import policy_loss, token_weights
+from polyturn.loss import LossInputs, MetricSums, merged, policy_loss, token_weights
 from polyturn.memory import lowered_by
 from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
@@ -25,20 +25,6 @@ from polyturn.render import Renderer
 from polyturn.types import Batch, TrainingSample
 
 STATE_FILE = "learner.pt"
-
-
-@dataclass
-class _Sums:
-    """Running sums of an update over its micro-batches."""
-
-    loss: float = 0.0
-    clipped: float = 0.0
-    kl: float = 0.0
-    entropy: float = 0.0
-    gap: float = 0.0
-    gap_max: float = 0.0
-    ratio_error: float = 0.0
-    num_tokens: int = 0
 
 
 @dataclass
@@ -83,7 +69,7 @@ class FsdpLearner:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.zero_grad(set_to_none=True)
-        sums = _Sums()
+        parts: list[MetricSums] = []
         for indices in micro_batches(samples, self.params.micro_batch_tokens):
             batch = collate(
                 [samples[i] for i in indices], [weights[i] for i in indices], self.renderer
@@ -91,25 +77,17 @@ class FsdpLearner:
             with lowered_by(
                 "training", {"learner.micro_batch_tokens": self.params.micro_batch_tokens}
             ):
-                self._accumulate(batch, sums, is_on_policy=is_on_policy)
+                parts.append(self._accumulate(batch, is_on_policy=is_on_policy))
+        metrics = merged(parts).values()
+        num_tokens = int(lengths.sum())
         norm = gradient_norm(self._parameters, self.params.grad_clip)
-        if not (math.isfinite(sums.loss) and math.isfinite(norm)):
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
             self._optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteError(f"loss {sums.loss}, gradient norm {norm}")
-        if sums.num_tokens:
+            raise NonFiniteError(f"loss {metrics['loss']}, gradient norm {norm}")
+        if num_tokens:
             self._optimizer.step()
-        tokens = max(1, sums.num_tokens)
         return UpdateStats(
-            loss=sums.loss,
-            grad_norm=norm,
-            lr=learning_rate,
-            num_tokens=sums.num_tokens,
-            clip_fraction=sums.clipped / tokens,
-            kl=sums.kl / tokens,
-            entropy=sums.entropy / tokens,
-            logprob_gap_mean=sums.gap / tokens,
-            logprob_gap_max=sums.gap_max,
-            max_ratio_error=sums.ratio_error,
+            grad_norm=norm, lr=learning_rate, num_tokens=num_tokens, loss_metrics=metrics
         )
 
     @torch.no_grad()
@@ -124,29 +102,25 @@ class FsdpLearner:
             num_tokens += len(scores.logprobs)
         return total / max(1, num_tokens)
 
-    def _accumulate(self, batch: Batch, sums: _Sums, *, is_on_policy: bool) -> None:
+    def _accumulate(self, batch: Batch, *, is_on_policy: bool) -> MetricSums:
         scores = score_batch(
             self.policy, batch, self._tower.features(batch.images), self.temperature
         )
         sampled = trained(batch, batch.logprobs)
-        old = scores.logprobs.detach() if is_on_policy else sampled
-        terms = policy_loss(
-            scores.logprobs,
-            old,
-            trained(batch, batch.advantages),
-            trained(batch, batch.weights),
-            self.loss,
+        rows = torch.arange(len(batch.token_ids))[:, None].expand_as(batch.token_ids)
+        inputs = LossInputs(
+            logprobs=scores.logprobs,
+            old_logprobs=scores.logprobs.detach() if is_on_policy else sampled,
+            sampler_logprobs=sampled,
+            reference_logprobs=None,
+            entropy=scores.entropy,
+            advantages=trained(batch, batch.advantages),
+            weights=trained(batch, batch.weights),
+            sequence=trained(batch, rows),
         )
+        terms = policy_loss(inputs, self.loss)
         terms.loss.backward()
-        gap = (scores.logprobs.detach() - sampled).abs()
-        sums.loss += float(terms.loss.detach())
-        sums.clipped += float(terms.clipped)
-        sums.kl += float(terms.kl)
-        sums.entropy += float(scores.entropy.sum())
-        sums.gap += float(gap.sum())
-        sums.gap_max = max(sums.gap_max, float(gap.max()) if len(gap) else 0.0)
-        sums.ratio_error = max(sums.ratio_error, float(terms.max_ratio_error))
-        sums.num_tokens += len(gap)
+        return terms.sums
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters under their Hugging Face names, the live storage."""

@@ -15,16 +15,18 @@ from tests.unit.test_evaluate import trajectory
 
 CALL = '<tool_call>{"name": "zoom", "arguments": {"region": "northwest"}}</tool_call>'
 UPDATE = UpdateStats(
-    loss=0.5,
     grad_norm=2.0,
     lr=1e-3,
     num_tokens=10,
-    clip_fraction=0.1,
-    kl=0.01,
-    entropy=1.5,
-    logprob_gap_mean=1e-6,
-    logprob_gap_max=1e-5,
-    max_ratio_error=0.0,
+    loss_metrics={
+        "loss": 0.5,
+        "pg_clipfrac": 0.1,
+        "entropy": 1.5,
+        "train_rollout_logprob_abs_diff": 1e-6,
+        "train_rollout_logprob_abs_diff_max": 1e-5,
+        "ratio_error_max": 0.0,
+        "tis_max": 1.5,
+    },
 )
 
 
@@ -92,13 +94,25 @@ def test_a_rollout_without_any_reward_still_has_metrics() -> None:
 
 
 def test_update_metrics_are_means_beside_the_measured_gap() -> None:
-    second = replace(UPDATE, loss=0.7, num_tokens=20, logprob_gap_mean=0.3, clip_fraction=0.3)
+    changed = {
+        **UPDATE.loss_metrics,
+        "loss": 0.7,
+        "pg_clipfrac": 0.3,
+        "train_rollout_logprob_abs_diff": 0.3,
+        "train_rollout_logprob_abs_diff_max": 0.9,
+        "ratio_error_max": 0.4,
+        "tis_max": 2.5,
+    }
+    second = replace(UPDATE, num_tokens=20, loss_metrics=changed)
     metrics = update_metrics([UPDATE, second], gap=0.25)
     assert metrics["train/loss"] == pytest.approx(0.6)
     assert metrics["train/pg_clipfrac"] == pytest.approx(0.2)
     assert metrics["train/num_tokens"] == 30
     assert metrics["train/num_updates"] == 2
     assert metrics["train/train_rollout_logprob_abs_diff"] == 0.25
+    assert metrics["train/train_rollout_logprob_abs_diff_max"] == 1e-5  # of the first update
+    assert metrics["train/first_ratio_error"] == 0.0
+    assert (metrics["train/ratio_error_max"], metrics["train/tis_max"]) == (0.4, 2.5)
     assert update_metrics([], gap=0.25) == {
         "train/num_updates": 0.0,
         "train/train_rollout_logprob_abs_diff": 0.25,
