@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
 from polyturn.params.data import DataParams, ImagesParams, SyntheticParams
 from polyturn.params.env import EnvParams
@@ -73,6 +73,17 @@ class Params(Section):
     registry: RegistryParams = RegistryParams()
     tracking: TrackingParams = TrackingParams()
     doctor: DoctorParams = DoctorParams()
+
+    @model_validator(mode="after")
+    def _enough_prompts(self) -> Params:
+        rules, wanted = self.train.dynamic_sampling, self.rollout.prompts_per_step
+        per_round = rules.prompts_per_round or wanted
+        if rules.max_rounds * per_round < wanted:
+            raise ValueError(
+                f"train.dynamic_sampling: max_rounds {rules.max_rounds} of prompts_per_round {per_round} cannot "
+                f"give the {wanted} groups of rollout.prompts_per_step; raise one of the two"
+            )
+        return self
 
 
 def parse(tree: Mapping[str, object], *, origin: str = "params.yaml") -> Params:
