@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
-import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -24,7 +23,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.processing_utils import ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from polyturn import attention
+from polyturn import attention, hf_weights
+from polyturn.hf_weights import WeightsError
 from polyturn.params import ModelParams
 from polyturn.processor import (
     END_OF_TURN,
@@ -42,7 +42,6 @@ MODEL_CLASSES: dict[str, type[PreTrainedModel]] = {
     "qwen3_vl": Qwen3VLForConditionalGeneration,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
 }
-_Loaded = tuple[PreTrainedModel, Mapping[str, Iterable[str]]]  # with output_loading_info
 IMAGE_TOKENS = (IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -113,6 +112,8 @@ def family_of(model: PreTrainedModel, processor: Processor) -> Family:
 def load(params: ModelParams, directory: Path) -> Policy:
     """Load a policy from a local Hugging Face directory (safetensors only, no remote code), in eval mode.
 
+    Every tensor is there, known, of the right shape and, if the directory has a manifest of digests, as written.
+
     Raises:
         ModelError: the directory holds no Qwen3-VL or Qwen2.5-VL, or its tensors do not fit the config.
     """
@@ -128,25 +129,45 @@ def load(params: ModelParams, directory: Path) -> Policy:
             f"model.path: {directory} is a {model_type!r}; polyturn trains {sorted(MODEL_CLASSES)}"
         )
     try:
-        from_pretrained = cast("Callable[..., _Loaded]", MODEL_CLASSES[model_type].from_pretrained)
-        model, report = from_pretrained(
+        hf_weights.check_manifest(directory)
+        from_pretrained = cast(
+            "Callable[..., PreTrainedModel]", MODEL_CLASSES[model_type].from_pretrained
+        )
+        model = from_pretrained(
             directory,
             dtype=DTYPES[params.dtype],
             attn_implementation=params.attention,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # reported below with the other misfits
-            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # looked for below with the other misfits
+            key_mapping=hf_weights.KEY_MAPPING,
         )
+        _check_tensors(model, directory)
         processor = load_processor(directory, model_type)
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"model.path: {directory} cannot be loaded: {' '.join(str(error).split())[:300]}"
         ) from None
-    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    wrong = {kind: sorted(report[kind]) for kind in kinds if report[kind]}
-    if wrong:
-        raise ModelError(f"model.path: tensors of {directory} do not fit its config: {wrong}")
+    except WeightsError as error:
+        raise ModelError(
+            f"model.path: tensors of {directory} do not fit its config: {error}"
+        ) from None
     return wrap(model, processor)
+
+
+def _check_tensors(model: PreTrainedModel, directory: Path) -> None:
+    """Nothing was made up, left out or, where head and embedding are one, overwritten.
+
+    Raises:
+        WeightsError: it names the tensors.
+    """
+    is_tied = bool(model.config.tie_word_embeddings)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    hf_weights.compare(hf_weights.shapes(directory), wanted, is_tied=is_tied)
+    if is_tied and hf_weights.head_differs(directory):
+        raise WeightsError(
+            f"config.json ties {hf_weights.HEAD} to the embedding, but the files hold another one; set "
+            "tie_word_embeddings to false there, or remove the head"
+        )
 
 
 def wrap(model: PreTrainedModel, processor: ProcessorMixin) -> Policy:
@@ -215,28 +236,76 @@ def _download_s3(uri: str, download_dir: Path) -> Path:
     return target
 
 
-def save(policy: Policy, directory: Path) -> None:
-    """Write a policy as an ordinary Hugging Face directory, in place of what was there.
+def save(
+    policy: Policy,
+    directory: Path,
+    *,
+    weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = hf_weights.MAX_SHARD_BYTES,
+) -> None:
+    """Write a policy as an ordinary Hugging Face directory, in place of what was there, with a manifest of digests.
 
-    The directory appears whole or not at all: it is written beside its place and renamed.
+    `weights`: whole tensors by name in the module (None: the policy's own); `dtype`: of the files (None: as they
+    are). The directory appears whole or not at all: it is written beside its place and renamed.
 
     Raises:
         OSError: it cannot be written.
+        ModelError: weights are missing, unknown or of another shape, or a tied head is not the embedding.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        policy.model.save_pretrained(partial, safe_serialization=True)
+        own = policy.model.state_dict()
+        hf_weights.write(
+            partial,
+            _for_files(policy, weights or own.items(), dtype),
+            max_shard_bytes=max_shard_bytes,
+        )
+        _save_config(policy.model, partial, dtype)
         save_processor(cast("ProcessorMixin", policy.processor), partial)
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        number = re.search(r"os error (\d+)", str(error))
-        if isinstance(error, SafetensorError) and number:  # a full disk, told in words only
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(directory)) from None
         raise
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
+
+
+def _for_files(
+    policy: Policy, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors under the names and in the dtype of files, a tied head left out; checked on the way."""
+    is_tied = bool(policy.model.config.tie_word_embeddings)
+    wanted = {name: tuple(tensor.shape) for name, tensor in policy.model.state_dict().items()}
+    seen: dict[str, tuple[int, ...]] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in weights:
+        seen[name] = tuple(tensor.shape)
+        if is_tied and name in (hf_weights.HEAD, hf_weights.EMBEDDING):
+            tied[name] = hf_weights.digest(tensor)
+        if not (is_tied and name == hf_weights.HEAD):
+            yield (
+                hf_weights.file_name(name, policy.family.model_type),
+                tensor if dtype is None else tensor.to(dtype),
+            )
+    try:
+        hf_weights.compare(seen, wanted, is_tied=is_tied)
+    except WeightsError as error:
+        raise ModelError(f"weights of the policy do not fit its config: {error}") from None
+    if len(set(tied.values())) > 1:
+        raise ModelError(
+            f"{hf_weights.HEAD} and the embedding are one by config.json, but have come to differ in training"
+        )
+
+
+def _save_config(model: PreTrainedModel, directory: Path, dtype: torch.dtype | None) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [MODEL_CLASSES[config.model_type].__name__]
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.save_pretrained(directory)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
 
 
 def weights_digest(model: torch.nn.Module) -> str:
