@@ -1,4 +1,4 @@
-"""Token ids, positions and visual features -> hidden states -> logprobs; shared by sampler and learner.
+"""Token ids, positions and visual features -> hidden states -> distribution; shared by sampler and learner.
 
 Shapes: B rows, T tokens, H hidden size, V vocabulary, N selected tokens.
 """
@@ -8,22 +8,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from polyturn.attention import Packing
 from polyturn.model import Policy
 from polyturn.vision import Features
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Logprob of each selected token and entropy of its distribution, both [N] float32."""
-
-    logprobs: Tensor
-    entropy: Tensor
 
 
 def hidden_states(
@@ -43,27 +35,69 @@ def hidden_states(
     Raises:
         ValueError: the number of image pads is not the number of visual tokens.
     """
-    decoder = policy.model.model.language_model
-    embeddings = decoder.embed_tokens(token_ids)
-    extra: dict[str, object] = {}
+    embeddings, extra = _embed(policy, token_ids, features)
+    if cache is not None:
+        extra[_cache_argument(type(policy.model.model.language_model))] = cache
+    return _decode(policy, embeddings, position_ids, mask, extra)
+
+
+def packed_states(
+    policy: Policy,
+    token_ids: Tensor,
+    position_ids: Tensor,
+    features: Sequence[Features],
+    *,
+    packing: Packing,
+    spare: Sequence[Features] = (),
+) -> Tensor:
+    """Run the decoder over one row of several samples, each of which attends to itself alone; returns [T, H].
+
+    token_ids [T]; position_ids [3, T]; features: of every picture in reading order; spare: features that count
+    with weight 0, so that the vision tower is in the graph of a rank that has no picture.
+
+    Raises:
+        ValueError: the number of image pads is not the number of visual tokens.
+    """
+    embeddings, extra = _embed(policy, token_ids[None], features)
+    for feature in spare:
+        for level in feature.levels:
+            embeddings = embeddings + 0.0 * level.sum()
+    extra["packing"] = packing
+    return _decode(policy, embeddings, position_ids[:, None], None, extra)[0]
+
+
+def _embed(
+    policy: Policy, token_ids: Tensor, features: Sequence[Features]
+) -> tuple[Tensor, dict[str, object]]:
+    """Embeddings [B, T, H] with visual features in place, and what the decoder wants to know of them."""
+    embeddings = cast("Tensor", policy.model.model.language_model.embed_tokens(token_ids))
     is_pad = token_ids == policy.family.image_token_id
     num_pads = int(is_pad.sum())
     num_visual = sum(len(feature.levels[0]) for feature in features)
     if num_pads != num_visual:
         raise ValueError(f"{num_pads} image pads in the batch, but {num_visual} visual tokens")
-    if features:
-        levels = [
-            torch.cat(level).to(embeddings.dtype)
-            for level in zip(*(f.levels for f in features), strict=True)
-        ]
-        rows = is_pad.view(-1).nonzero()[:, 0]
-        flat = embeddings.reshape(-1, embeddings.shape[-1])
-        embeddings = flat.index_copy(0, rows, levels[0]).view_as(embeddings)
-        if len(levels) > 1:
-            extra = {"visual_pos_masks": is_pad, "deepstack_visual_embeds": levels[1:]}
-    if cache is not None:
-        extra[_cache_argument(type(decoder))] = cache
-    output = decoder(
+    if not features:
+        return embeddings, {}
+    levels = [
+        torch.cat(level).to(embeddings.dtype)
+        for level in zip(*(f.levels for f in features), strict=True)
+    ]
+    rows = is_pad.view(-1).nonzero()[:, 0]
+    flat = embeddings.reshape(-1, embeddings.shape[-1])
+    embeddings = flat.index_copy(0, rows, levels[0]).view_as(embeddings)
+    if len(levels) == 1:
+        return embeddings, {}
+    return embeddings, {"visual_pos_masks": is_pad, "deepstack_visual_embeds": levels[1:]}
+
+
+def _decode(
+    policy: Policy,
+    embeddings: Tensor,
+    position_ids: Tensor,
+    mask: Tensor | None,
+    extra: dict[str, object],
+) -> Tensor:
+    output = policy.model.model.language_model(
         inputs_embeds=embeddings,
         position_ids=position_ids,
         attention_mask=mask,
@@ -85,12 +119,3 @@ def token_distribution(policy: Policy, hidden: Tensor, temperature: float | Tens
     logits = policy.model.lm_head(hidden).float() / temperature
     logits[:, list(policy.family.banned_ids)] = -torch.inf
     return logits.log_softmax(-1)
-
-
-def score(policy: Policy, hidden: Tensor, targets: Tensor, temperature: float) -> Scores:
-    """Score target tokens; hidden [N, H] are the states *before* each target, targets [N]."""
-    distribution = token_distribution(policy, hidden, temperature)
-    logprobs = distribution.gather(-1, targets[:, None])[:, 0]
-    with torch.no_grad():
-        entropy = -(distribution.exp() * distribution.clamp(min=-1e4)).sum(-1)
-    return Scores(logprobs, entropy)

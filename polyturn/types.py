@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -249,19 +249,52 @@ class TrainingSample:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One padded micro-batch (B rows, T tokens); the only noun that holds tensors.
+class Span:
+    """Where one sample lies in a packed batch: tokens prompt_start..prompt_stop, then start..stop.
 
-    token_ids [B, T] int64, right padded; loss_mask [B, T] bool; logprobs (the sampler's), advantages and weights
-    (of each token in the loss) [B, T] float32; position_ids [3, B, T] int64 (M-RoPE: temporal, height, width);
-    images: the distinct pictures; image_rows: for each picture slot in reading order, its index into `images`.
+    Siblings share the tokens of their prompt; a sample that shares nothing has an empty first part.
+    """
+
+    prompt_start: int
+    prompt_stop: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the sample."""
+        return self.prompt_stop - self.prompt_start + self.stop - self.start
+
+    def indices(self) -> npt.NDArray[np.int64]:
+        """The sample's tokens in the batch, in its own order."""
+        prompt = np.arange(self.prompt_start, self.prompt_stop)
+        return np.concatenate([prompt, np.arange(self.start, self.stop)])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One packed micro-batch: T tokens of S samples end to end, no padding; the only noun that holds tensors.
+
+    token_ids, sequence (index of its sample; a shared prompt's: the first that has it) [T] int64; loss_mask [T]
+    bool; logprobs (the sampler's), advantages and weights (of each token in the loss) [T] float32; position_ids
+    [3, T] int64 (M-RoPE: temporal, height, width); before [N] int64: for each trained token, the token whose
+    state predicts it; images: the distinct pictures; image_rows: for each picture slot in reading order, its
+    index into `images`; spans: where each sample lies.
     """
 
     token_ids: torch.Tensor
+    sequence: torch.Tensor
     loss_mask: torch.Tensor
     logprobs: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
     position_ids: torch.Tensor
+    before: torch.Tensor
     images: tuple[ImageRecord, ...]
     image_rows: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on `device`."""
+        names = [f.name for f in fields(self) if f.name not in ("images", "image_rows", "spans")]
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})

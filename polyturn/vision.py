@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 
-from polyturn.model import Policy
+from polyturn.model import Family, Policy
 from polyturn.tensor_cache import TensorCache
 from polyturn.types import ImageRecord
 
-ENCODE_CHUNK = 128  # pictures per call of the vision tower
-PATCH_BYTES = 512_000_000  # of decoded pictures that a reader keeps
-FEATURE_BYTES = 512_000_000  # of features that a frozen tower's store keeps
+ENCODE_CHUNK = 128  # pictures per call of the vision tower without gradient
+CACHE_BYTES = (
+    512_000_000  # of decoded pictures that a reader keeps, and of features that a store keeps
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Features:
 class PatchReader:
     """Turns picture records into patches with the policy's image processor; keeps the latest."""
 
-    def __init__(self, policy: Policy, max_bytes: int = PATCH_BYTES) -> None:
+    def __init__(self, policy: Policy, max_bytes: int = CACHE_BYTES) -> None:
         self._processor = policy.processor.image_processor
         self._kept = TensorCache(max_bytes)
 
@@ -47,12 +49,18 @@ class PatchReader:
         return patches, grid
 
 
-def encode(policy: Policy, reader: PatchReader, images: Sequence[ImageRecord]) -> list[Features]:
-    """Run the vision tower over `images`, in order; gradients flow if the tower's parameters want them."""
+def encode(
+    policy: Policy,
+    reader: PatchReader,
+    images: Sequence[ImageRecord],
+    *,
+    chunk: int = ENCODE_CHUNK,
+) -> list[Features]:
+    """Run the vision tower over `images`, in order, `chunk` at a time; gradients flow if its parameters want them."""
     encoded: list[Features] = []
-    device = next(policy.model.parameters()).device
-    for first in range(0, len(images), ENCODE_CHUNK):
-        read = [reader.read(image) for image in images[first : first + ENCODE_CHUNK]]
+    device = policy.model.device
+    for first in range(0, len(images), chunk):
+        read = [reader.read(image) for image in images[first : first + chunk]]
         patches = torch.cat([patch for patch, _ in read]).to(device)
         grids = torch.stack([grid for _, grid in read]).to(device)
         output = policy.model.model.get_image_features(patches, image_grid_thw=grids)
@@ -64,15 +72,17 @@ def encode(policy: Policy, reader: PatchReader, images: Sequence[ImageRecord]) -
 class FeatureStore:
     """Features without gradient, each distinct picture encoded once while the tower's weights stay the same."""
 
-    def __init__(self, policy: Policy, reader: PatchReader, max_bytes: int = FEATURE_BYTES) -> None:
+    def __init__(self, policy: Policy, reader: PatchReader, max_bytes: int = CACHE_BYTES) -> None:
         self._policy = policy
         self._reader = reader
         self._kept = TensorCache(max_bytes)
         self.num_encoded = 0
 
     @torch.no_grad()
-    def encode(self, images: Sequence[ImageRecord]) -> dict[str, Features]:
-        """Features of `images` by hash."""
+    def encode(
+        self, images: Sequence[ImageRecord], *, is_collective: bool = False
+    ) -> dict[str, Features]:
+        """Features of `images` by hash; `is_collective`: in exactly one call of the tower, see `TowerInTraining`."""
         features: dict[str, Features] = {}
         missing: dict[str, ImageRecord] = {}
         for image in images:
@@ -81,8 +91,13 @@ class FeatureStore:
                 missing[image.sha256] = image
             else:
                 features[image.sha256] = Features(kept)
-        encoded = encode(self._policy, self._reader, list(missing.values()))
-        for sha256, made in zip(missing, encoded, strict=True):
+        wanted = list(missing.values())
+        if is_collective:
+            wanted = wanted or [blank_picture(self._policy.family)]
+            encoded = encode(self._policy, self._reader, wanted, chunk=len(wanted))
+        else:
+            encoded = encode(self._policy, self._reader, wanted)
+        for sha256, made in zip(missing, encoded, strict=False):  # a blank picture is not kept
             # Copies: the rows of one call share a storage that a single kept picture would hold on to.
             levels = tuple(level.clone() for level in made.levels)
             self._kept.put(sha256, levels)
@@ -96,12 +111,19 @@ class FeatureStore:
 
 
 class TowerInTraining:
-    """The vision tower as training sees it: trained with the rest, or frozen and then run once per picture."""
+    """The vision tower as training sees it: trained with the rest, or frozen and then run once per picture.
 
-    def __init__(self, policy: Policy) -> None:
+    With `is_collective` (weights sharded over ranks) every call of `features` runs the tower exactly once, so that
+    ranks stay in step whatever pictures they have; a rank that has none runs a blank one.
+    """
+
+    def __init__(
+        self, policy: Policy, *, cache_mb: int = CACHE_BYTES // 10**6, is_collective: bool = False
+    ) -> None:
         self._policy = policy
-        self._reader = PatchReader(policy)
-        self._store = FeatureStore(policy, self._reader)
+        self._reader = PatchReader(policy, cache_mb * 10**6)
+        self._store = FeatureStore(policy, self._reader, cache_mb * 10**6)
+        self._is_collective = is_collective
         self._is_frozen = False
 
     def freeze(self, is_frozen: bool) -> None:
@@ -111,8 +133,29 @@ class TowerInTraining:
         self._store.clear()
 
     def features(self, images: Sequence[ImageRecord]) -> dict[str, Features]:
-        """Features of distinct pictures by hash, with gradient unless the tower is frozen."""
+        """Features of distinct pictures by hash, with gradient unless the tower is frozen.
+
+        They may include those of the blank picture, which no sample shows: `score_batch` gives them weight 0.
+        """
         if self._is_frozen:
-            return self._store.encode(images)
-        encoded = encode(self._policy, self._reader, images)
+            return self._store.encode(images, is_collective=self._is_collective)
+        if self._is_collective and not images:
+            images = [blank_picture(self._policy.family)]
+        encoded = encode(self._policy, self._reader, images, chunk=max(1, len(images)))
         return {image.sha256: made for image, made in zip(images, encoded, strict=True)}
+
+
+@functools.cache
+def blank_picture(family: Family) -> ImageRecord:
+    """The smallest picture that the vision tower takes, all white."""
+    side = family.size_multiple
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, side), (255, 255, 255)).save(buffer, format="PNG")
+    return ImageRecord.from_png(buffer.getvalue(), side, side)
+
+
+def patch_cost(policy: Policy) -> float:
+    """What one patch costs in tokens: weights that it passes in the vision tower over those a token passes."""
+    decoder = sum(p.numel() for p in policy.model.model.language_model.layers.parameters())
+    tower = sum(p.numel() for p in policy.model.model.visual.blocks.parameters())
+    return tower / decoder

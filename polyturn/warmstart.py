@@ -22,9 +22,9 @@ from polyturn import vision
 from polyturn.batching import collate, micro_batches
 from polyturn.envs.base import ToolSchema, load_object
 from polyturn.envs.demonstration import Demonstration
-from polyturn.forward import Scores
 from polyturn.learner.base import NonFiniteError
 from polyturn.learner.scoring import gradient_norm, score_batch
+from polyturn.logprobs import Scores
 from polyturn.memory import lowered_by
 from polyturn.model import Policy
 from polyturn.params import PhaseParams, WarmstartParams
@@ -243,7 +243,7 @@ class _Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         num_tokens = max(1, sum(int(sample.loss_mask.sum()) for sample in samples))
         loss, nats = 0.0, _AnswerNats()
-        for indices in micro_batches(samples, self._params.micro_batch_tokens):
+        for indices in micro_batches(samples, self.renderer, self._params.micro_batch_tokens):
             chosen = [samples[index] for index in indices]
             with lowered_by(
                 "training", {"warmstart.micro_batch_tokens": self._params.micro_batch_tokens}

@@ -7,28 +7,54 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from polyturn.forward import Scores, hidden_states, score
+from polyturn.attention import Packing
+from polyturn.forward import packed_states
+from polyturn.logprobs import Scores, score
 from polyturn.model import Policy
 from polyturn.types import Batch
 from polyturn.vision import Features
 
 
 def trained(batch: Batch, values: Tensor) -> Tensor:
-    """Pick the trained tokens of a [B, T] tensor, in reading order: [N]."""
-    return values[:, 1:][batch.loss_mask[:, 1:]]
+    """Pick the trained tokens of a [T] tensor, in reading order: [N]."""
+    return values[batch.loss_mask]
 
 
 def score_batch(
-    policy: Policy, batch: Batch, features: Mapping[str, Features], temperature: float
+    policy: Policy,
+    batch: Batch,
+    features: Mapping[str, Features],
+    temperature: float,
+    *,
+    chunk_tokens: int | None = None,
+    with_entropy_gradient: bool = False,
 ) -> Scores:
     """Logprobs and entropies of the trained tokens [N]; logits exist only where a token is trained.
 
-    The token at t is scored from the state at t - 1; nothing is scored at the first position.
+    The token at t is scored from the state at t - 1; nothing is scored at a sample's first position. Features of
+    pictures that the batch does not show count with weight 0. A batch that trains nothing gives empty scores
+    whose gradient is zero for every parameter, so that each rank's backward pass runs the same collectives.
     """
-    slots = [features[batch.images[index].sha256] for index in batch.image_rows]
-    hidden = hidden_states(policy, batch.token_ids, batch.position_ids, slots)
-    before = hidden[:, :-1][batch.loss_mask[:, 1:]]
-    return score(policy, before, trained(batch, batch.token_ids), temperature)
+    batch = batch.to(policy.model.device)
+    shown = {image.sha256 for image in batch.images}
+    hidden = packed_states(
+        policy,
+        batch.token_ids,
+        batch.position_ids,
+        [features[batch.images[index].sha256] for index in batch.image_rows],
+        packing=Packing(batch.spans, batch.token_ids.device),
+        spare=[feature for sha256, feature in features.items() if sha256 not in shown],
+    )
+    scores = score(
+        policy,
+        hidden[batch.before] if len(batch.before) else hidden[:1],
+        trained(batch, batch.token_ids) if len(batch.before) else batch.token_ids[:1],
+        temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy_gradient=with_entropy_gradient,
+    )
+    number = len(batch.before)
+    return Scores(scores.logprobs[:number], scores.entropy[:number])
 
 
 def gradient_norm(parameters: list[torch.nn.Parameter], max_norm: float) -> float:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from polyturn import vision
+from polyturn.attention import Packing
 from polyturn.batching import collate
-from polyturn.forward import hidden_states, score, token_distribution
+from polyturn.forward import hidden_states, packed_states, token_distribution
 from polyturn.model import Policy
 from polyturn.render import Renderer
 from polyturn.types import Batch, TrainingSample
@@ -26,9 +27,15 @@ def samples(renderer: Renderer) -> list[TrainingSample]:
 
 
 def logits_of(policy: Policy, batch: Batch) -> torch.Tensor:
+    """Of the packed tokens, [T, V]."""
     encoded = vision.encode(policy, vision.PatchReader(policy), batch.images)
-    features = [encoded[index] for index in batch.image_rows]
-    hidden = hidden_states(policy, batch.token_ids, batch.position_ids, features)
+    hidden = packed_states(
+        policy,
+        batch.token_ids,
+        batch.position_ids,
+        [encoded[index] for index in batch.image_rows],
+        packing=Packing(batch.spans, batch.token_ids.device),
+    )
     return policy.model.lm_head(hidden)
 
 
@@ -51,27 +58,24 @@ def test_forward_equals_the_models_own(name: str, request: pytest.FixtureRequest
             else {}
         )
         own = policy.model(
-            input_ids=batch.token_ids,
-            attention_mask=torch.ones_like(batch.token_ids),
-            mm_token_type_ids=is_pad.int(),
+            input_ids=batch.token_ids[None],
+            attention_mask=torch.ones_like(batch.token_ids)[None],
+            mm_token_type_ids=is_pad.int()[None],
             **pictures,
-        ).logits
+        ).logits[0]
         torch.testing.assert_close(logits_of(policy, batch), own, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["policy", "policy_2_5"])
 @torch.no_grad()
-def test_rows_of_a_padded_batch_do_not_see_each_other(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    """Several sequences with pictures in one batch score as they do alone (Megatron-Bridge #1776)."""
+def test_packed_samples_do_not_see_each_other(name: str, request: pytest.FixtureRequest) -> None:
+    """GRPO-23: several sequences with pictures in one row score as they do alone (Megatron-Bridge #1776)."""
     policy: Policy = request.getfixturevalue(name)
     renderer = Renderer(policy)
     chosen = samples(renderer)
     together = logits_of(policy, collate(chosen, [1.0] * 3, renderer))
-    for row, sample in enumerate(chosen):
-        alone = logits_of(policy, collate([sample], [1.0], renderer))[0]
-        torch.testing.assert_close(together[row, : len(alone)], alone, rtol=0, atol=2e-5)
+    alone = [logits_of(policy, collate([sample], [1.0], renderer)) for sample in chosen]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=2e-5)
 
 
 @torch.no_grad()
@@ -89,19 +93,43 @@ def test_another_picture_changes_the_logits(policy: Policy, renderer: Renderer) 
 
 
 def test_only_image_pads_take_features_not_the_padding(policy: Policy, renderer: Renderer) -> None:
-    """The padding id is another than the image pad's, and right padding is never counted (lmdeploy #3285)."""
-    assert policy.family.padding_id != policy.family.image_token_id
-    batch = collate(samples(renderer)[:2], [1.0, 1.0], renderer)
-    padded = batch.token_ids == policy.family.padding_id
-    assert padded[0].sum() == batch.token_ids.shape[1] - len(samples(renderer)[0].token_ids)
-    assert int((batch.token_ids == policy.family.image_token_id).sum()) == 3
-    logits_of(policy, batch)
+    """TOK-24: the padding id is another than the image pad's, and padding is never counted (lmdeploy #3285)."""
+    family = policy.family
+    assert family.padding_id != family.image_token_id
+    assert policy.model.config.image_token_id == family.image_token_id
+    batch = collate(samples(renderer)[1:2], [1.0], renderer)
+    padding = torch.full((2,), family.padding_id)
+    (features,) = vision.encode(policy, vision.PatchReader(policy), batch.images)
+    with torch.no_grad():
+        plain, padded = (
+            hidden_states(policy, ids[None], positions[:, None], [features])
+            for ids, positions in (
+                (batch.token_ids, batch.position_ids),
+                (
+                    torch.cat([batch.token_ids, padding]),
+                    torch.nn.functional.pad(batch.position_ids, (0, 2)),
+                ),
+            )
+        )
+    torch.testing.assert_close(padded[:, :-2], plain, rtol=0, atol=2e-5)
 
 
 def test_pads_without_features_are_refused(policy: Policy, renderer: Renderer) -> None:
     batch = collate(samples(renderer)[1:2], [1.0], renderer)
     with pytest.raises(ValueError, match="3 image pads in the batch, but 0 visual tokens"):
-        hidden_states(policy, batch.token_ids, batch.position_ids, [])
+        hidden_states(policy, batch.token_ids[None], batch.position_ids[:, None], [])
+
+
+@torch.no_grad()
+def test_spare_features_change_nothing(policy: Policy, renderer: Renderer) -> None:
+    batch = collate(samples(renderer)[:1], [1.0], renderer)
+    spare = vision.encode(policy, vision.PatchReader(policy), PICTURES)
+    packing = Packing(batch.spans, batch.token_ids.device)
+    plain, with_spare = (
+        packed_states(policy, batch.token_ids, batch.position_ids, [], packing=packing, spare=extra)
+        for extra in ([], spare)
+    )
+    assert torch.equal(plain, with_spare)
 
 
 @torch.no_grad()
@@ -119,22 +147,12 @@ def test_distribution_is_tempered_and_without_image_tokens(policy: Policy) -> No
     assert torch.allclose(ours.exp().sum(-1), torch.ones(3))
 
 
-@torch.no_grad()
-def test_scores_are_the_targets_logprobs_and_the_entropy(policy: Policy) -> None:
-    hidden = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
-    distribution = token_distribution(policy, hidden, 1.0)
-    scores = score(policy, hidden, torch.tensor([7, 9]), 1.0)
-    assert torch.equal(scores.logprobs, torch.stack([distribution[0, 7], distribution[1, 9]]))
-    probabilities = distribution.double().exp()
-    entropy = -torch.where(probabilities > 0, probabilities * distribution, 0.0).sum(-1)
-    torch.testing.assert_close(scores.entropy.double(), entropy, rtol=0, atol=1e-5)
-
-
 def test_each_distinct_picture_is_encoded_once(policy: Policy, renderer: Renderer) -> None:
     sample = tiny.training_sample(renderer, 3, images=[PICTURES[0], PICTURES[1], PICTURES[0]])
-    batch = collate([sample, sample], [1.0, 1.0], renderer)
-    assert [image.sha256 for image in batch.images] == [i.sha256 for i in PICTURES[:2]]
-    assert batch.image_rows == (0, 1, 0, 0, 1, 0)
+    for share, rows in ((True, (0, 1, 0)), (False, (0, 1, 0, 0, 1, 0))):
+        batch = collate([sample, sample], [1.0, 1.0], renderer, share_prompts=share)
+        assert [image.sha256 for image in batch.images] == [i.sha256 for i in PICTURES[:2]]
+        assert batch.image_rows == rows
 
 
 @torch.no_grad()

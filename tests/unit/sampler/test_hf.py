@@ -307,7 +307,9 @@ def test_tokens_follow_the_distribution(policy: Policy, renderer: Renderer) -> N
     batch = collate([sample], [1.0], renderer)
     (features,) = vision.encode(policy, vision.PatchReader(policy), batch.images)
     with torch.no_grad():
-        hidden = hidden_states(policy, batch.token_ids, batch.position_ids, [features])
+        hidden = hidden_states(
+            policy, batch.token_ids[None], batch.position_ids[:, None], [features]
+        )
         exact = token_distribution(policy, hidden[0, -1:], 0.7)[0].exp().numpy()
     rng = np.random.default_rng(0)
     noise = [

@@ -1,0 +1,181 @@
+"""Attention of packed rows: each sample attends to itself alone, and only the attention itself sees any padding.
+
+Linear layers run over the T packed tokens. Attention needs each sample's tokens together, so keys, values and
+queries are gathered to sample order (a prompt that siblings share is gathered once for each of them) and the
+outputs are gathered back. Shapes: T packed tokens, S samples, L longest sample, E tokens over all samples,
+H heads, K key and value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_vl.modeling_qwen3_vl import eager_attention_forward
+
+from polyturn.types import Span
+
+PREFIX = "polyturn_"
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+_Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the samples of a packed row lie, with the gather indices that attention needs, made once per device.
+
+    Tokens 0..4 hold a prompt of two tokens and a reply of one, then a sibling's reply of two:
+
+        >>> packing = Packing((Span(0, 2, 2, 3), Span(0, 2, 3, 5)), torch.device("cpu"))
+        >>> packing.gather.tolist(), packing.scatter.tolist()
+        ([0, 1, 2, 0, 1, 3, 4], [0, 1, 2, 5, 6])
+        >>> packing.padded_gather.tolist(), packing.padded_scatter.tolist()
+        ([0, 1, 2, 0, 0, 1, 3, 4], [0, 1, 2, 6, 7])
+    """
+
+    spans: tuple[Span, ...]
+    device: torch.device
+
+    @cached_property
+    def longest(self) -> int:
+        """L."""
+        return max(span.length for span in self.spans)
+
+    @cached_property
+    def gather(self) -> Tensor:
+        """The packed token at each place of the samples laid end to end, [E]."""
+        return self._tensor(np.concatenate(self._rows))
+
+    @cached_property
+    def scatter(self) -> Tensor:
+        """The place of each packed token in `gather`, [T]; a shared prompt's is in its first sample."""
+        starts = np.cumsum([0, *(len(row) for row in self._rows[:-1])])
+        return self._places(starts.tolist())
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Where the samples begin in `gather` and where the last one ends, [S + 1] int32."""
+        lengths = [span.length for span in self.spans]
+        return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def padded_gather(self) -> Tensor:
+        """As `gather`, with every sample right padded to L (by token 0, which nothing attends to): [S * L]."""
+        table = np.zeros((len(self.spans), self.longest), dtype=np.int64)
+        for line, row in zip(table, self._rows, strict=True):
+            line[: len(row)] = row
+        return self._tensor(table.reshape(-1))
+
+    @cached_property
+    def padded_scatter(self) -> Tensor:
+        """The place of each packed token in `padded_gather`, [T]."""
+        return self._places([index * self.longest for index in range(len(self.spans))])
+
+    @cached_property
+    def _rows(self) -> list[np.ndarray]:
+        return [span.indices() for span in self.spans]
+
+    def _places(self, starts: Sequence[int]) -> Tensor:
+        num_tokens = max(span.stop for span in self.spans)
+        places = np.zeros(num_tokens, dtype=np.int64)
+        for start, row in reversed(list(zip(starts, self._rows, strict=True))):
+            places[row] = start + np.arange(len(row))
+        return self._tensor(places)
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float
+) -> Tensor:
+    """Causal attention inside each sample; query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    bfloat16 and float16 on CUDA take torch's varlen kernel (there is none for CPU or float32); everything else
+    takes SDPA over the samples as one right padded batch: causal, so that no real token sees padding.
+    """
+    tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, H or K, D]
+    if query.is_cuda and query.dtype in VARLEN_DTYPES:
+        return _varlen(tokens, packing, scaling)[None]
+    return _padded(tokens, packing, scaling)[None]
+
+
+def _padded(tokens: Sequence[Tensor], packing: Packing, scaling: float) -> Tensor:
+    query, key, value = (
+        _gather(tensor, packing.padded_gather)
+        .unflatten(0, (len(packing.spans), packing.longest))
+        .transpose(1, 2)
+        for tensor in tokens
+    )
+    is_grouped = query.shape[1] != key.shape[1]
+    output = scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped
+    )
+    return _gather(output.transpose(1, 2).flatten(0, 1), packing.padded_scatter)
+
+
+def _varlen(tokens: Sequence[Tensor], packing: Packing, scaling: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (CUDA builds only)
+
+    query, key, value = (_gather(tensor, packing.gather) for tensor in tokens)
+    copies = query.shape[1] // key.shape[1]
+    if copies > 1:  # torch 2.11 has no enable_gqa
+        key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        packing.bounds,
+        packing.bounds,
+        packing.longest,
+        packing.longest,
+        scale=scaling,
+        window_size=(-1, 0),
+    )
+    return _gather(cast("Tensor", output), packing.scatter)
+
+
+def _gather(tensor: Tensor, index: Tensor) -> Tensor:
+    """Rows of [N, H, D]; flat, because the backward pass of a 2-dimensional gather is the fast one."""
+    rows = tensor.flatten(1).index_select(0, index)
+    return rows.unflatten(1, tensor.shape[1:])
+
+
+def _attention(
+    base: _Attend,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """What decoder layers call: packed rows if `packing` was given to the decoder, else transformers' own."""
+    packing = kwargs.pop("packing", None)
+    if not isinstance(packing, Packing):
+        return base(module, query, key, value, attention_mask, **kwargs)
+    scaling = cast("float", kwargs["scaling"])
+    return packed_attention(query, key, value, packing, scaling), None
+
+
+def install(model: PreTrainedModel) -> None:
+    """Let the decoder of a Qwen-VL take packed rows; without `packing` it attends exactly as it did before."""
+    decoder = cast("PreTrainedModel", model.model.language_model)
+    base = cast("str", decoder.config._attn_implementation)
+    if base.startswith(PREFIX):
+        return
+    name = PREFIX + base
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        own = cast("_Attend", ALL_ATTENTION_FUNCTIONS.get_interface(base, eager_attention_forward))
+        AttentionInterface.register(name, partial(_attention, own))
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    decoder.set_attn_implementation(name)
