@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -38,20 +39,28 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class OwnSource:
-    """The user's `load(split)` function."""
+    """The user's `load(split)` function; it may also name `seed` (the run's) and `params` (data.params)."""
 
     function: Callable[..., object]
     name: str
     root: Path | None
     base_url: str | None
+    seed: int = 0
+    params: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def load(self, split: str) -> Iterator[object]:
         """The rows of one split.
 
         Raises:
-            ParamsError: the function gives nothing that can be looped over.
+            ParamsError: the function gives nothing that can be looped over, or cannot take data.params.
         """
-        rows = self.function(split)
+        accepted = inspect.signature(self.function).parameters
+        if self.params and "params" not in accepted:
+            raise ParamsError(
+                f"data.params: {self.name} has no argument `params` to take {sorted(self.params)}"
+            )
+        known = {"seed": self.seed, "params": self.params}
+        rows = self.function(split, **{k: v for k, v in known.items() if k in accepted})
         if not isinstance(rows, Iterable):
             raise ParamsError(
                 f"data.source: {self.name}({split!r}) must return an iterable of rows, "
@@ -73,6 +82,10 @@ def load_source(params: DataParams, images: ImagesParams, *, seed: int, work_dir
     Raises:
         ParamsError: the source, or what it needs, is wrong or missing; the message names the key.
     """
+    if params.params and ":" not in params.source:
+        raise ParamsError(
+            f"data.params: source {params.source} takes none, got {sorted(params.params)}"
+        )
     if params.source == "synthetic":
         wanted = counts(params)
         missing = [split for split, count in wanted.items() if count is None]
@@ -91,6 +104,5 @@ def load_source(params: DataParams, images: ImagesParams, *, seed: int, work_dir
             f"got {params.source!r}"
         )
     root = Path(params.path) if params.path else None
-    return OwnSource(
-        load_object(params.source, "data.source"), params.source, root, params.base_url
-    )
+    function = load_object(params.source, "data.source")
+    return OwnSource(function, params.source, root, params.base_url, seed, params.params)

@@ -35,6 +35,8 @@ class DataParams(Section):
     """Where problems come from."""
 
     source: str = "synthetic"  # synthetic | geo3k | "module:attr" of a load(split) source
+    # handed to a "module:attr" source that takes them, load(split, params=...)
+    params: dict[str, object] = Field(default_factory=dict)
     path: str | None = (
         None  # geo3k: directory, .jsonl, .parquet, s3:// URI or Hugging Face dataset id
     )

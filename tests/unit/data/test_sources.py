@@ -332,6 +332,26 @@ def test_a_function_of_ones_own_is_a_source(
     assert Image.open(io.BytesIO(data)).getpixel((0, 0)) == (1, 0, 0)
 
 
+def seeded_rows(split: str, *, seed: int, params: dict[str, int]) -> list[dict[str, object]]:
+    """A user's source that draws."""
+    return [{"problem": f"{split} {seed}", "answer": params["answer"]}]
+
+
+def test_a_source_of_ones_own_may_take_the_seed_and_data_params(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import polyturn.data.synthetic as host  # noqa: PLC0415
+
+    monkeypatch.setattr(host, "own_rows", own_rows, raising=False)
+    monkeypatch.setattr(host, "seeded_rows", seeded_rows, raising=False)
+    _write(tmp_path / "raw", source="polyturn.data.synthetic:seeded_rows", params={"answer": 8})
+    line = _lines(tmp_path / "raw")[0]
+    assert (line["problem"], line["answer"]) == ("train 0", "8")
+    for source in ("polyturn.data.synthetic:own_rows", "synthetic"):
+        with pytest.raises(ParamsError, match=r"data\.params: .* to take|takes none"):
+            _write(tmp_path / "other", source=source, params={"answer": 8})
+
+
 def test_real_geometry3k_passes_whole_with_its_answers(tmp_path: Path) -> None:
     if not GEO3K.is_dir():
         pytest.skip(f"{GEO3K} is absent: real problems are not part of the project")
