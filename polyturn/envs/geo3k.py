@@ -163,7 +163,8 @@ def demonstrations(
     r"""Examples for supervised training.
 
     `answer`: the prompt and `Answer: \boxed{ANSWER}`, from labels alone. The others need synthetic problems:
-    `read`: the picture, "Find x.", its label. `retry`: a deliberately weak demonstrator. A guess of its is right
+    `read`: the picture, "Find x.", its label. `confirm`: the right answer was checked, perhaps after a wrong one;
+    only the final reply, which repeats it, is trained. `retry`: a deliberately weak demonstrator. A guess of its is right
     with probability params["skill"], else one of the answers that labels from params["guess_min"] to
     params["guess_max"] give. With probability params["check"] it has its guess checked first, and after each
     wrong one it checks another with probability params["persist"], as long as params["max_turns"] (to be set as
@@ -173,7 +174,12 @@ def demonstrations(
     Raises:
         ValueError: an unknown kind, or a problem without the metadata.
     """
-    makers = {"answer": _answer_example, "read": _read_example, "retry": _retry_example}
+    makers = {
+        "answer": _answer_example,
+        "read": _read_example,
+        "confirm": _confirm_example,
+        "retry": _retry_example,
+    }
     if kind not in makers:
         raise ValueError(
             f"warmstart.phases: polyturn.envs.geo3k knows the kinds {sorted(makers)}, got {kind!r}"
@@ -211,6 +217,19 @@ def _read_example(
     return Demonstration((prompt,), (Say(final(str(problem.metadata["label"]))),), "read")
 
 
+def _confirm_example(
+    problem: Problem, rng: random.Random, params: Mapping[str, float]
+) -> Demonstration:
+    max_turns = int(params["max_turns"])
+    env = Geo3kEnv(problem.answer, max_turns=max_turns)
+    wrong = [guess for guess in _answers(problem, params) if guess != problem.answer]
+    path = [*rng.sample(wrong, rng.randrange(max_turns - 1)), problem.answer]
+    turns: list[Say | Message] = []
+    for call in map(tool_call, path):
+        turns += [Say(call, ()), Message("tool", (env.step(call)[0].text,))]
+    return Demonstration(problem.messages, (*turns, Say(final(problem.answer))), "confirm")
+
+
 def _retry_example(
     problem: Problem, rng: random.Random, params: Mapping[str, float]
 ) -> Demonstration:
@@ -238,7 +257,12 @@ def _guess(
     """The right answer with probability params["skill"], else any that was not tried."""
     if problem.answer not in tried and rng.random() < params["skill"]:
         return problem.answer
+    others = _answers(problem, params)
+    return rng.choice([other for other in others if other not in tried] or others)
+
+
+def _answers(problem: Problem, params: Mapping[str, float]) -> list[str]:
+    """What would be right if the label were any from params["guess_min"] to params["guess_max"]."""
     shape, quantity = str(problem.metadata["shape"]), str(problem.metadata["quantity"])
     labels = range(int(params["guess_min"]), int(params["guess_max"]) + 1)
-    others = [str(Figure(shape, quantity, label, "").answer) for label in labels]
-    return rng.choice([other for other in others if other not in tried] or others)
+    return [str(Figure(shape, quantity, label, "").answer) for label in labels]

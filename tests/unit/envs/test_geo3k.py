@@ -147,7 +147,7 @@ def test_the_demonstration_answers_in_a_box() -> None:
     assert shown.prompt == PROBLEM.messages
     assert shown.turns == (Say("Answer: \\boxed{3 \\sqrt { 2 }}"),)
     with pytest.raises(
-        ValueError, match=r"knows the kinds .*'answer', 'read', 'retry'.*got 'search'"
+        ValueError, match=r"knows the kinds .*'answer', 'confirm', 'read', 'retry'.*got 'search'"
     ):
         demonstrations("search", PROBLEM, random.Random(0), {})
     with pytest.raises(
@@ -203,6 +203,20 @@ def test_without_check_persistence_or_feedback_the_demonstrator_stops_earlier() 
         call, feedback, last = retry_turns(seed, skill=0.0, oracle=0.0)
         assert "is well formed" in feedback
         assert call.split('"')[-2] == last[len("Answer: \\boxed{") : -1], "it keeps its guess"
+
+
+def test_confirming_trains_only_the_reply_that_repeats_the_checked_answer() -> None:
+    problem = tiny_problem(shape="square", quantity="area", label=4)
+    lengths = set()
+    for seed in range(20):
+        *before, last = demonstrations("confirm", problem, random.Random(seed), RETRY).turns
+        assert last == Say("Answer: \\boxed{16}")
+        assert "The answer 16 is correct" in before[-1].text
+        assert [turn.trained for turn in before if isinstance(turn, Say)] == [()] * (
+            len(before) // 2
+        )
+        lengths.add(len(before))
+    assert lengths == {2, 4}, "at once, or after a wrong one"
 
 
 def test_the_tokenizer_texts_hold_every_feedback_of_the_environment() -> None:
