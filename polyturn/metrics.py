@@ -1,4 +1,4 @@
-"""Metrics of a training step, under slime's names where slime has them; defined here and nowhere else."""
+"""Metrics of a training step, under slime's names where slime has them; those of turns are in turn_metrics."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from itertools import chain
 
 import numpy as np
 
-from polyturn.envs.tools import ToolCallError, parse_tool_calls
 from polyturn.learner.base import UpdateStats
 from polyturn.statistics import bootstrap_interval
+from polyturn.turn_metrics import turn_metrics
 from polyturn.types import Group, Status, StopReason, Trajectory
 
 Metrics = dict[str, float]
@@ -29,7 +29,6 @@ def rollout_metrics(groups: Sequence[Group], *, seed: int) -> Metrics:
     bounds = (min([0.0, *group_means]), max([1.0, *group_means]))
     band = bootstrap_interval(group_means, 500, seed, bounds=bounds) if group_means else None
     lengths = [t.num_sampled for t in trajectories]
-    calls = [parse_tool_calls(turn.reply_text) for t in trajectories for turn in t.turns]
     count = max(1, len(trajectories))
     metrics = {
         "rollout/raw_reward": float(np.mean(rewards)) if rewards else 0.0,
@@ -42,14 +41,7 @@ def rollout_metrics(groups: Sequence[Group], *, seed: int) -> Metrics:
         "rollout/truncated_ratio": sum(t.status is Status.TRUNCATED for t in trajectories) / count,
         "rollout/failed_ratio": sum(not t.status.is_rewarded for t in trajectories) / count,
         "rollout/grader_failures": sum(bool(t.reward_failures) for t in trajectories) / count,
-        "multi_turn/turns/mean": float(np.mean([len(t.turns) for t in trajectories])),
-        "multi_turn/turns/max": float(max(len(t.turns) for t in trajectories)),
-        "multi_turn/tool_calls/mean": sum(len(parsed) for parsed in calls) / count,
-        "multi_turn/parse_errors/mean": sum(
-            isinstance(call, ToolCallError) for parsed in calls for call in parsed
-        )
-        / count,
-        "multi_turn/images/mean": float(np.mean([len(t.images) for t in trajectories])),
+        **turn_metrics(trajectories),
     }
     for reason in StopReason:
         metrics[f"rollout/stop/{reason}"] = (
