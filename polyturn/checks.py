@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+from polyturn.learner.base import UpdateStats
+from polyturn.loss.checks import LossCheckError, check_finite, check_first_ratio, check_initial_kl
 from polyturn.metrics import Metrics
-from polyturn.params import TrainParams
+from polyturn.params import Params, TrainParams
 
 logger = logging.getLogger(__name__)
 
@@ -36,3 +39,25 @@ def check_gap(gap: float, params: TrainParams, step: int) -> Metrics:
             *(step, gap, params.warn_logprob_gap),
         )
     return {"train/logprob_gap_alarm": float(is_alarm)}
+
+
+def check_updates(updates: Sequence[UpdateStats], params: Params, step: int) -> None:
+    """A step's updates: finite metrics, ratios of 1 where it starts, a KL of 0 where the run starts.
+
+    Ratios against the sampler's logprobs differ from 1 by the gap, which `check_gap` judges.
+
+    Raises:
+        TrainingError: one of these does not hold; the message has the numbers.
+    """
+    has_own_logprobs = (
+        params.train.updates_per_rollout == 1 or params.learner.old_logprobs == "learner"
+    )
+    try:
+        for update in updates:
+            check_finite(update.loss_metrics)
+        if updates and has_own_logprobs:
+            check_first_ratio(updates[0].loss_metrics, params.loss.start_tolerance)
+        if updates and step == 0 and params.loss.needs_reference:
+            check_initial_kl(updates[0].loss_metrics, params.loss.start_tolerance)
+    except LossCheckError as error:
+        raise TrainingError(f"step {step}: {error}") from None

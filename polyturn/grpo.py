@@ -70,10 +70,13 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> Best:
         started = time.monotonic()
         groups = await _sample(parts, params, step)
         sampled = time.monotonic()
-        advantages = advantages_of(groups, normalize_std=params.loss.normalize_std)
+        advantages = advantages_of(groups, params.loss)
         gap = parts.learner.logprob_gap(probe(groups))
         _check_gap(gap, params, step)
-        updates = _update(parts, params, step, with_gradient(groups, advantages))
+        samples = with_gradient(
+            groups, advantages, keeps_zeros=params.loss.trains_without_advantage
+        )
+        updates = _update(parts, params, step, samples)
         updated = time.monotonic()
         parts.sampler.update_weights(parts.learner.export_weights(), step + 1)
         metrics |= rollout_metrics(groups, seed=step) | update_metrics(updates, gap=gap)

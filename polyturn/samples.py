@@ -25,18 +25,22 @@ def from_trajectory(trajectory: Trajectory, advantage: float) -> TrainingSample:
 
 
 def with_gradient(
-    groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float | None]],
+    *,
+    keeps_zeros: bool = False,
 ) -> list[TrainingSample]:
     """Samples of all trajectories that carry a gradient, in (group, sibling) order.
 
     Groups of equal rewards (advantage 0), trajectories without reward (None) and those without a sampled token
-    add nothing to the gradient, and are left out of its denominators.
+    add nothing to the gradient, and are left out of its denominators. `keeps_zeros` keeps the first of these, which
+    KL and entropy terms train on.
     """
     return [
         from_trajectory(trajectory, advantage)
         for group, row in zip(groups, advantages, strict=True)
         for trajectory, advantage in zip(group.trajectories, row, strict=True)
-        if advantage and trajectory.num_sampled
+        if advantage is not None and (advantage or keeps_zeros) and trajectory.num_sampled
     ]
 
 

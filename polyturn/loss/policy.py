@@ -114,6 +114,7 @@ def _ratio_sums(
         "pg_clipfrac": mean_of(surrogate.is_clipped),
         "ppo_kl": mean_of(inputs.old_logprobs - inputs.logprobs),  # k1 of KL(old, new)
         "ois": mean_of(ratio),
+        "ratio_error": mean_of((ratio - 1).abs()),
     }
     if params.dual_clip is not None:
         means["pg_clipfrac_lower"] = mean_of(surrogate.is_dual_clipped)
@@ -123,9 +124,10 @@ def _ratio_sums(
 def _distance_sums(inputs: LossInputs, params: LossParams) -> MetricSums:
     """Entropy, and how far the policy is from the sampler and from the reference."""
     gap = (inputs.logprobs.detach() - inputs.sampler_logprobs).abs()
+    means = {"entropy": mean_of(inputs.entropy), "train_rollout_logprob_abs_diff": mean_of(gap)}
     maxima = {"train_rollout_logprob_abs_diff_max": max_of(gap)}
     if params.needs_reference and inputs.reference_logprobs is not None:
         apart = (inputs.logprobs.detach() - inputs.reference_logprobs).abs()
+        means["ref_logprob_abs_diff"] = mean_of(apart)
         maxima["ref_logprob_abs_diff_max"] = max_of(apart)
-    means = {"entropy": mean_of(inputs.entropy), "train_rollout_logprob_abs_diff": mean_of(gap)}
     return MetricSums(means=means, maxima=maxima)

@@ -85,6 +85,20 @@ class Params(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _gap_to_correct(self) -> Params:
+        if (
+            self.loss.tis_mode != "none"
+            and self.train.updates_per_rollout > 1
+            and self.learner.old_logprobs == "sampler"
+        ):
+            raise ValueError(
+                f"loss.tis_mode {self.loss.tis_mode} corrects the gap between the learner's old logprobs and the "
+                f"sampler's, but with train.updates_per_rollout {self.train.updates_per_rollout} and "
+                "learner.old_logprobs: sampler these are the same; set learner.old_logprobs: learner"
+            )
+        return self
+
 
 def parse(tree: Mapping[str, object], *, origin: str = "params.yaml") -> Params:
     """Validate a parsed params tree.

@@ -44,6 +44,10 @@ class LossParams(Section):
     tis_clip: Annotated[float, Field(ge=1)] = 2.0
     tis_clip_low: Annotated[float, Field(ge=0, le=1)] = 0.0
 
+    # Stops a run that starts wrong: before a rollout's first update the mean |ratio - 1|, and before a run's first
+    # the mean |policy - reference| logprob, must be below it. 1e-5 holds in float32.
+    start_tolerance: PositiveFloat = 0.05
+
     @property
     def needs_reference(self) -> bool:
         """Whether logprobs of a reference model are needed; without, none is loaded."""

@@ -15,7 +15,7 @@ from polyturn.candidates import Candidates
 from polyturn.checkpoint_writer import CheckpointWriter
 from polyturn.collect import Collected, collect
 from polyturn.learner.base import Learner
-from polyturn.params import Params, ParamsError
+from polyturn.params import LossParams, Params, ParamsError
 from polyturn.parts import Parts
 from polyturn.progress import Progress
 from polyturn.recorder import Recorder
@@ -229,7 +229,7 @@ def test_an_aborted_sibling_leaves_the_baseline_by_default(renderer: Renderer) -
     trajectories = collected.kept[0].trajectories
     assert [t.status is Status.ABORTED for t in trajectories] == [False, False, True, False]
     assert trajectories[2].reward is None
-    (row, _) = advantages_of(collected.kept, normalize_std=False)
+    (row, _) = advantages_of(collected.kept, LossParams(normalize_std=False))
     assert row[2] is None
     assert sum(value for value in row if value is not None) == pytest.approx(0)
 

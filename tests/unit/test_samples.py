@@ -66,6 +66,8 @@ def test_only_trajectories_with_a_gradient_become_samples() -> None:
     groups = [Group(0, (*group.trajectories[:3], empty)), Group(1, group.trajectories[:1])]
     samples = with_gradient(groups, [[1.0, 0.0, None, -1.0], [-0.5]])
     assert [sample.advantage for sample in samples] == [1.0, -0.5]
+    samples = with_gradient(groups, [[1.0, 0.0, None, 0.0], [-0.5]], keeps_zeros=True)
+    assert [sample.advantage for sample in samples] == [1.0, 0.0, -0.5]
 
 
 def test_tokens_that_overlap_a_trained_span_are_trained() -> None:

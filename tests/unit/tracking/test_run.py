@@ -31,6 +31,7 @@ def test_params_metrics_tags_datasets_and_artifacts_are_stored(project: Path):
     stored = client.get_run(run.run_id)
     assert stored.info.status == "FINISHED"
     assert stored.data.params["loss.clip_high"] == "0.28"
+    assert stored.data.params["loss.normalize_std"] == "true"
     assert stored.data.params["learner.betas"] == "[0.9, 0.98]"
     history = client.get_metric_history(run.run_id, "rollout/reward")
     assert [(m.step, m.value) for m in history] == [(1, 0.25), (2, 0.5)]
