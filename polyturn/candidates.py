@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from polyturn import model
 from polyturn.model import Policy
+from polyturn.world import ONE, World
 
 
 @dataclass(frozen=True)
 class Candidates:
     """Writes the policy in training as a Hugging Face directory per version; a version is never written over.
 
-    So a run that goes on from an older checkpoint still finds the policy that was the best then.
+    So a run that goes on from an older checkpoint still finds the policy that was the best then. `policy` gives
+    config and processor; `dtype` None leaves tensors as they are.
     """
 
     policy: Policy
     directory: Path
+    world: World = ONE
+    dtype: torch.dtype | None = None
 
     def path(self, version: int) -> Path:
         """Where a version lies."""
         return self.directory / f"version_{version:06d}"
 
-    def publish(self, version: int) -> None:
-        """Write the policy as it is now."""
-        model.save(self.policy, self.path(version))
+    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Write the policy with `weights`, whole and under Hugging Face names (collective: all ranks take them all).
+
+        Raises:
+            OSError: the directory cannot be written.
+            ModelError: weights are missing or unknown.
+        """
+        if self.world.is_main:
+            model.save(self.policy, self.path(version), weights=weights, dtype=self.dtype)
+        else:
+            deque(weights, maxlen=0)
 
     def prune(self, versions: Collection[int]) -> None:
         """Remove all but `versions`."""

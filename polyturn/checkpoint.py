@@ -1,12 +1,13 @@
-"""Checkpoints of a training run in progress: written beside their place, digests and marker last, oldest removed."""
+"""The files of a training run's checkpoints: digests and marker last, damaged ones set aside, oldest removed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from polyturn.types import Json
@@ -14,59 +15,88 @@ from polyturn.types import Json
 logger = logging.getLogger(__name__)
 
 MARKER = "complete.json"  # written last: {"files": {name: sha256}, "state": {...}}
-KEPT = 2
+DAMAGED = ".damaged"  # ending of one that was found incomplete or changed; never looked at again
+_NAME = re.compile(r"step_(\d{6,})")
 
 
 class CheckpointError(ValueError):
     """A checkpoint that was asked for cannot be used."""
 
 
-def save(
-    directory: Path, step: int, state: Mapping[str, Json], write: Callable[[Path], None]
-) -> Path:
-    """Write the checkpoint of `step`: `write(dir)` fills it, then the marker makes it count.
+def partial_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written until it is complete."""
+    return directory / f".step_{step:06d}.partial"
 
-    A crash or a full disk at any moment leaves the earlier checkpoints as they were.
-    """
-    partial = directory / f".step_{step:06d}.partial"
-    final = directory / f"step_{step:06d}"
+
+def begin(directory: Path, step: int) -> Path:
+    """An empty directory to write the checkpoint of `step` to."""
+    partial = partial_path(directory, step)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    try:
-        write(partial)
-        files = {path.name: _digest(path) for path in sorted(partial.iterdir())}
-        (partial / MARKER).write_text(json.dumps({"files": files, "state": state}, indent=1))
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    return partial
+
+
+def commit(directory: Path, step: int, state: Mapping[str, Json]) -> Path:
+    """Make what was written count: digests of all files and the marker, then the rename.
+
+    Until then the earlier checkpoints are as they were.
+    """
+    partial = partial_path(directory, step)
+    final = directory / f"step_{step:06d}"
+    files = {
+        str(path.relative_to(partial)): _digest(path)
+        for path in sorted(partial.rglob("*"))
+        if path.is_file()
+    }
+    (partial / MARKER).write_text(json.dumps({"files": files, "state": state}, indent=1))
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    for old in sorted(directory.glob("step_*"))[:-KEPT]:
-        shutil.rmtree(old)
     return final
 
 
+def discard(directory: Path, step: int) -> None:
+    """Remove what was written of a checkpoint that did not become complete."""
+    shutil.rmtree(partial_path(directory, step), ignore_errors=True)
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    for old in _paths(directory)[:-keep]:
+        shutil.rmtree(old)
+
+
 def states(directory: Path) -> list[Mapping[str, Json]]:
-    """The states of all kept checkpoints whose marker can be read, oldest first."""
-    markers = sorted(directory.glob(f"step_*/{MARKER}"))
-    return [json.loads(marker.read_text())["state"] for marker in markers]
+    """The states of all kept checkpoints, oldest first."""
+    return [json.loads((path / MARKER).read_text())["state"] for path in _paths(directory)]
 
 
 def latest(directory: Path) -> tuple[Path, Mapping[str, Json]] | None:
-    """The newest complete checkpoint and its state; damaged ones are named in a warning and passed over."""
-    for path in sorted(directory.glob("step_*"), reverse=True):
+    """The newest complete checkpoint and its state; damaged ones are named in a warning and marked by their name."""
+    for path in reversed(_paths(directory)):
         problem = _damage(path)
         if problem is None:
             state: Mapping[str, Json] = json.loads((path / MARKER).read_text())["state"]
             return path, state
-        logger.warning("checkpoint %s is passed over: %s", path, problem)
+        aside = path.with_name(path.name + DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        logger.warning("checkpoint %s is passed over: %s; it is now %s", path, problem, aside.name)
     return None
+
+
+def _paths(directory: Path) -> list[Path]:
+    found = [(int(match[1]), path) for path in directory.glob("step_*")
+             if (match := _NAME.fullmatch(path.name))]  # fmt: skip
+    return [path for _, path in sorted(found)]
 
 
 def _damage(path: Path) -> str | None:
     try:
-        files = json.loads((path / MARKER).read_text())["files"]
-        wrong = [name for name, digest in files.items() if _digest(path / name) != digest]
+        content = json.loads((path / MARKER).read_text())
+        wrong = [
+            name for name, digest in content["files"].items() if _digest(path / name) != digest
+        ]
+        content["state"]
     except (OSError, ValueError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return f"digest of {', '.join(wrong)} differs" if wrong else None

@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
@@ -128,20 +129,17 @@ def load(params: ModelParams, directory: Path) -> Policy:
         raise ModelError(
             f"model.path: {directory} is a {model_type!r}; polyturn trains {sorted(MODEL_CLASSES)}"
         )
+    kind = MODEL_CLASSES[model_type]
     try:
-        hf_weights.check_manifest(directory)
-        from_pretrained = cast(
-            "Callable[..., PreTrainedModel]", MODEL_CLASSES[model_type].from_pretrained
-        )
+        _check_tensors(kind, directory)
+        from_pretrained = cast("Callable[..., PreTrainedModel]", kind.from_pretrained)
         model = from_pretrained(
             directory,
             dtype=DTYPES[params.dtype],
             attn_implementation=params.attention,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # looked for below with the other misfits
             key_mapping=hf_weights.KEY_MAPPING,
         )
-        _check_tensors(model, directory)
         processor = load_processor(directory, model_type)
     except (OSError, SafetensorError) as error:
         raise ModelError(
@@ -154,14 +152,20 @@ def load(params: ModelParams, directory: Path) -> Policy:
     return wrap(model, processor)
 
 
-def _check_tensors(model: PreTrainedModel, directory: Path) -> None:
-    """Nothing was made up, left out or, where head and embedding are one, overwritten.
+def _check_tensors(kind: type[PreTrainedModel], directory: Path) -> None:
+    """Nothing would be made up, left out or, where head and embedding are one, overwritten.
 
     Raises:
         WeightsError: it names the tensors.
     """
-    is_tied = bool(model.config.tie_word_embeddings)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    hf_weights.check_manifest(directory)
+    config_class = cast("type[PreTrainedConfig]", kind.config_class)
+    with torch.device("meta"):
+        empty = cast("Callable[..., PreTrainedModel]", kind)(
+            config_class.from_pretrained(directory)
+        )
+    is_tied = bool(empty.config.tie_word_embeddings)
+    wanted = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
     hf_weights.compare(hf_weights.shapes(directory), wanted, is_tied=is_tied)
     if is_tied and hf_weights.head_differs(directory):
         raise WeightsError(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from polyturn import checkpoint
+from polyturn.candidates import Candidates
+from polyturn.checkpoint_writer import CheckpointWriter, Snapshot
 from polyturn.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,22 +30,34 @@ NOTHING_YET = Best(-1, 0.0, -1.0)
 
 
 class RunState(BaseModel):
-    """State of a run after `step` rollout batches; `history` holds the metrics of each."""
+    """State of a run after `step` rollout batches; `history` holds the metrics of each.
+
+    All randomness derives from (seed, step), so that `step` is also the data cursor, the policy's version and the
+    place in the schedule. `hours` (processes x wall time) only counts against train.stop.max_gpu_hours.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int = 0
     best: Best = NOTHING_YET
     history: list[Metrics] = []
+    hours: float = 0.0
 
 
-def start(directory: Path, load: Callable[[Path], None], num_steps: int, resume: bool) -> RunState:
+def start(
+    checkpoints: CheckpointWriter, load: Callable[[Path], None], *, num_steps: int, resume: bool
+) -> RunState:
     """The state of the newest complete checkpoint, whose weights `load` takes; a fresh one without or not to resume.
+
+    Rank 0 looks, and all ranks take what it found (collective).
 
     Raises:
         CheckpointError: the checkpoint is further than the `num_steps` that the run is to have.
     """
-    found = checkpoint.latest(directory) if resume else None
+    world = checkpoints.world
+    with world.together():
+        found = checkpoint.latest(checkpoints.directory) if resume and world.is_main else None
+    found = world.broadcast(found)
     if found is None:
         return RunState()
     path, content = found
@@ -51,6 +68,8 @@ def start(directory: Path, load: Callable[[Path], None], num_steps: int, resume:
             f"train.steps to {state.step} or more, or train.resume to never to start anew"
         )
     load(path)
+    if world.is_main:
+        logger.info("train: goes on from %s, after step %d", path, state.step)
     return state
 
 
@@ -59,7 +78,17 @@ def best_versions(directory: Path) -> set[int]:
     return {RunState.model_validate(state).best.version for state in checkpoint.states(directory)}
 
 
-def save(directory: Path, state: RunState, write: Callable[[Path], None]) -> None:
-    """Write a checkpoint; `write` puts weights and optimizer state into it."""
-    content = {"step": state.step, "best": asdict(state.best), "history": state.history}
-    checkpoint.save(directory, state.step, content, write)
+def save(
+    checkpoints: CheckpointWriter,
+    state: RunState,
+    snapshot: Callable[[], Snapshot],
+    candidates: Candidates,
+) -> None:
+    """Write a checkpoint in the background: `snapshot()` copies weights and optimizer state now (collective).
+
+    Candidates that neither a kept checkpoint nor `state` calls the best are removed.
+    """
+    checkpoints.wait()
+    if checkpoints.world.is_main:
+        candidates.prune(best_versions(checkpoints.directory) | {state.best.version})
+    checkpoints.submit(state.step, state.model_dump(mode="json"), snapshot())

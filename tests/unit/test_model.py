@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
-from polyturn import model
+from polyturn import hf_weights, model
 from polyturn.model import ModelError, Policy
 from polyturn.params import ModelParams
 from polyturn.processor import ImageOnlyQwen3VLProcessor, load_processor
@@ -84,7 +86,8 @@ def test_a_missing_head_is_named_and_never_made_up(tmp_path: Path) -> None:
     tensors = load_file(path)
     del tensors["lm_head.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"do not fit its config: .*lm_head.weight"):
+    (tmp_path / "saved" / hf_weights.MANIFEST).unlink()
+    with pytest.raises(ModelError, match=r"do not fit its config: 1 missing: lm_head.weight"):
         model.load(ModelParams(), tmp_path / "saved")
 
 
@@ -92,23 +95,180 @@ def test_an_unknown_tensor_is_named(policy: Policy, tmp_path: Path) -> None:
     model.save(policy, tmp_path / "saved")
     path = tmp_path / "saved" / "model.safetensors"
     save_file({**load_file(path), "model.extra": torch.zeros(2)}, path, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"unexpected_keys.*model.extra"):
+    (tmp_path / "saved" / hf_weights.MANIFEST).unlink()
+    with pytest.raises(ModelError, match=r"1 unknown: model.language_model.extra"):
         model.load(ModelParams(), tmp_path / "saved")
 
 
-def test_names_from_before_the_library_renamed_them_load_to_the_same(
-    policy_2_5: Policy, tmp_path: Path
+OLD = {"model.visual.": "visual.", "model.language_model.": "model."}
+NEW = {new: old for old, new in OLD.items()}
+
+
+def rename_tensors(directory: Path, prefixes: Mapping[str, str]) -> None:
+    """Give the tensors of a saved policy the names of another library version."""
+    path = directory / "model.safetensors"
+    tensors = {hf_weights.module_name(name): tensor for name, tensor in load_file(path).items()}
+    for old, new in prefixes.items():
+        tensors = {
+            new + name.removeprefix(old) if name.startswith(old) else name: tensor
+            for name, tensor in tensors.items()
+        }
+    save_file(tensors, path, metadata={"format": "pt"})
+    (directory / hf_weights.MANIFEST).unlink()
+
+
+@pytest.mark.parametrize("prefixes", [OLD, {}], ids=["before 4.52", "since 4.52"])
+@pytest.mark.parametrize("name", ["policy", "policy_2_5"])
+def test_names_of_both_library_versions_load_to_equal_tensors(
+    name: str, prefixes: dict[str, str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """visual.* and model.layers.* instead of model.visual.* and model.language_model.* (vllm #19054)."""
-    model.save(policy_2_5, tmp_path / "saved")
-    path = tmp_path / "saved" / "model.safetensors"
-    renamed = {
-        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor
-        for name, tensor in load_file(path).items()
-    }
-    save_file(renamed, path, metadata={"format": "pt"})
+    """CKPT-06: visual.* and model.layers.*, or model.visual.* and model.language_model.* (vllm #19054)."""
+    policy: Policy = request.getfixturevalue(name)
+    model.save(policy, tmp_path / "saved")
+    rename_tensors(tmp_path / "saved", prefixes)
     loaded = model.load(ModelParams(), tmp_path / "saved")
-    assert model.weights_digest(loaded.model) == model.weights_digest(policy_2_5.model)
+    assert model.weights_digest(loaded.model) == model.weights_digest(policy.model)
+
+
+@pytest.mark.parametrize("name", ["policy", "policy_2_5"])
+def test_files_have_the_names_that_the_hub_and_older_engines_know(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """CKPT-06: the Hub's Qwen2.5-VL has visual.*, its Qwen3-VL model.visual.* (vllm #19054)."""
+    policy: Policy = request.getfixturevalue(name)
+    model.save(policy, tmp_path / "saved")
+    prefixes = {key.split(".")[0] for key in load_file(tmp_path / "saved" / "model.safetensors")}
+    assert prefixes == ({"model"} if name == "policy" else {"model", "visual"})
+
+
+def test_unknown_names_are_an_error_with_a_diff(policy: Policy, tmp_path: Path) -> None:
+    """CKPT-06: a third naming is no naming: both sides are named, shortened."""
+    model.save(policy, tmp_path / "saved")
+    rename_tensors(tmp_path / "saved", {"model.visual.": "model.vision_tower."})
+    with pytest.raises(ModelError) as raised:
+        model.load(ModelParams(), tmp_path / "saved")
+    assert "missing: model.visual.blocks.0." in str(raised.value)
+    assert "unknown: model.language_model.vision_tower.blocks.0." in str(raised.value)
+    assert str(raised.value).count(" and 31 more") == 2  # of 39 tensors on either side
+
+
+def test_one_tensor_under_both_names_is_refused(policy: Policy, tmp_path: Path) -> None:
+    model.save(policy, tmp_path / "saved")
+    rename_tensors(tmp_path / "saved", {})
+    path = tmp_path / "saved" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model.language_model.norm.weight is there twice"):
+        model.load(ModelParams(), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_weights_given_from_outside_are_written_instead_of_the_own(
+    tie: bool, tmp_path: Path
+) -> None:
+    """CKPT-01, CKPT-03: what a sharded learner exports, with the head as config.json says (sglang #18024)."""
+    own = tiny.qwen3(tiny.SMALL.model_copy(update={"tie_embeddings": tie}))
+    trained = [(n, p + 1) for n, p in own.model.named_parameters(remove_duplicate=False)]
+    model.save(own, tmp_path / "saved", weights=iter(trained))
+    loaded = model.load(ModelParams(), tmp_path / "saved").model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in trained)
+    assert (hf_weights.HEAD in load_file(tmp_path / "saved" / "model.safetensors")) != tie
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+def test_weights_that_do_not_fit_are_not_written(
+    policy: Policy, tmp_path: Path, fault: str
+) -> None:
+    weights = dict(policy.model.state_dict())
+    norm = "model.language_model.norm.weight"
+    {
+        "missing": lambda: weights.pop(norm),
+        "unknown": lambda: weights.update({"model.language_model.lora_A": torch.zeros(2)}),
+        "shape": lambda: weights.update({norm: torch.zeros(3)}),
+    }[fault]()
+    with pytest.raises(
+        ModelError, match=r"do not fit its config: 1 (missing|unknown|of another shape)"
+    ):
+        model.save(policy, tmp_path / "saved", weights=weights.items())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tied_head_that_has_moved_away_is_neither_written_nor_read(
+    policy: Policy, tmp_path: Path
+) -> None:
+    """CKPT-01: the embedding was updated, the head is stale (prime-rl #2823)."""
+    weights = dict(policy.model.state_dict())
+    weights[hf_weights.EMBEDDING] = weights[hf_weights.EMBEDDING] + 1
+    with pytest.raises(ModelError, match=r"have come to differ"):
+        model.save(policy, tmp_path / "saved", weights=weights.items())
+    model.save(policy, tmp_path / "saved")
+    path = tmp_path / "saved" / "model.safetensors"
+    (tmp_path / "saved" / hf_weights.MANIFEST).unlink()
+    head = load_file(path)[hf_weights.EMBEDDING]
+    save_file({**load_file(path), hf_weights.HEAD: head}, path, metadata={"format": "pt"})
+    model.load(ModelParams(), tmp_path / "saved")  # a second copy of the same is harmless
+    save_file({**load_file(path), hf_weights.HEAD: head + 1}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"config.json ties lm_head.weight to the embedding"):
+        model.load(ModelParams(), tmp_path / "saved")
+
+
+def test_files_have_the_dtype_that_is_asked_for(policy: Policy, tmp_path: Path) -> None:
+    model.save(policy, tmp_path / "saved", dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = model.load(ModelParams(dtype="bfloat16"), tmp_path / "saved").model.state_dict()
+    for name, tensor in policy.model.state_dict().items():
+        assert torch.equal(loaded[name], tensor.to(torch.bfloat16))
+
+
+def test_any_program_can_load_what_was_saved(policy: Policy, tmp_path: Path) -> None:
+    """from_pretrained alone, in one file or in shards with an index."""
+    for limit in (10**9, 100_000):
+        target = tmp_path / str(limit)
+        model.save(policy, target, max_shard_bytes=limit)
+        loaded = AutoModelForImageTextToText.from_pretrained(target)
+        assert model.weights_digest(loaded) == model.weights_digest(policy.model)
+    shards = sorted(path.name for path in target.glob("*.safetensors"))
+    assert len(shards) > 3
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    sizes = [sum(t.nbytes for t in load_file(target / shard).values()) for shard in shards]
+    assert all(size <= 100_000 or len(load_file(target / shard)) == 1
+               for size, shard in zip(sizes, shards, strict=True))  # fmt: skip
+    ours = model.load(ModelParams(), target)
+    assert model.weights_digest(ours.model) == model.weights_digest(policy.model)
+
+
+@pytest.mark.parametrize("limit", [10**9, 100_000], ids=["one file", "shards"])
+def test_a_changed_tensor_is_found_by_its_digest(
+    policy: Policy, tmp_path: Path, limit: int
+) -> None:
+    model.save(policy, tmp_path / "saved", max_shard_bytes=limit)
+    manifest = json.loads((tmp_path / "saved" / hf_weights.MANIFEST).read_text())["tensors"]
+    name = "model.language_model.norm.weight"
+    wanted = policy.model.state_dict()[name]
+    data = wanted.numpy().tobytes()
+    assert manifest[name]["sha256"] == hashlib.sha256(data).hexdigest()
+    assert (manifest[name]["dtype"], manifest[name]["shape"]) == ("float32", list(wanted.shape))
+    (path,) = [p for p in (tmp_path / "saved").glob("*.safetensors") if name in load_file(p)]
+    tensors = load_file(path)
+    tensors[name][3] += 1e-6
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"1 not as weights_manifest.json says: {name}"):
+        model.load(ModelParams(), tmp_path / "saved")
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"1 missing: {name}"):
+        model.load(ModelParams(), tmp_path / "saved")
+
+
+def test_a_shard_that_is_gone_is_named(policy: Policy, tmp_path: Path) -> None:
+    model.save(policy, tmp_path / "saved", max_shard_bytes=100_000)
+    gone = sorted((tmp_path / "saved").glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ModelError, match=rf"cannot be loaded: .*{gone.name}"):
+        model.load(ModelParams(), tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
@@ -145,6 +305,7 @@ def test_tensors_of_another_size_are_refused(policy: Policy, tmp_path: Path) -> 
     tensors = load_file(path)
     name = "model.language_model.norm.weight"
     save_file({**tensors, name: torch.zeros(3)}, path, metadata={"format": "pt"})
+    (tmp_path / "saved" / hf_weights.MANIFEST).unlink()
     with pytest.raises(ModelError, match=r"model.path: .*norm.weight"):
         model.load(ModelParams(), tmp_path / "saved")
 
