@@ -25,6 +25,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import eager_attention_forwa
 from polyturn.types import Span
 
 PREFIX = "polyturn_"
+FULLNESS = (
+    0.8  # of a padded batch's rows at least: more batches cost calls, fuller ones less arithmetic
+)
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -37,9 +40,12 @@ class Packing:
 
         >>> packing = Packing((Span(0, 2, 2, 3), Span(0, 2, 3, 5)), torch.device("cpu"))
         >>> packing.gather.tolist(), packing.scatter.tolist()
-        ([0, 1, 2, 0, 1, 3, 4], [0, 1, 2, 5, 6])
-        >>> packing.padded_gather.tolist(), packing.padded_scatter.tolist()
-        ([0, 1, 2, 0, 0, 1, 3, 4], [0, 1, 2, 6, 7])
+        ([0, 1, 2, 0, 1, 3, 4], [3, 4, 2, 5, 6])
+
+    Padded, longest first, in batches of similar length:
+
+        >>> packing.shapes, packing.padded_gather.tolist(), packing.padded_scatter.tolist()
+        ([(2, 4)], [0, 1, 3, 4, 0, 1, 2, 0], [0, 1, 6, 2, 3])
     """
 
     spans: tuple[Span, ...]
@@ -53,13 +59,13 @@ class Packing:
     @cached_property
     def gather(self) -> Tensor:
         """The packed token at each place of the samples laid end to end, [E]."""
-        return self._tensor(np.concatenate(self._rows))
+        return self._tensor(np.concatenate([span.indices() for span in self.spans]))
 
     @cached_property
     def scatter(self) -> Tensor:
-        """The place of each packed token in `gather`, [T]; a shared prompt's is in its first sample."""
-        starts = np.cumsum([0, *(len(row) for row in self._rows[:-1])])
-        return self._places(starts.tolist())
+        """The place of each packed token in `gather`, [T]; a shared prompt's is in one of its samples."""
+        starts = self.bounds.tolist()[:-1]
+        return self._places(self.spans, starts)
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -68,27 +74,43 @@ class Packing:
         return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=self.device)
 
     @cached_property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Samples and padded length of each batch; a sample is at least FULLNESS times as long as its batch."""
+        shapes: list[tuple[int, int]] = []
+        for span in self._sorted:
+            if shapes and span.length >= FULLNESS * shapes[-1][1]:
+                shapes[-1] = (shapes[-1][0] + 1, shapes[-1][1])
+            else:
+                shapes.append((1, span.length))
+        return shapes
+
+    @cached_property
     def padded_gather(self) -> Tensor:
-        """As `gather`, with every sample right padded to L (by token 0, which nothing attends to): [S * L]."""
-        table = np.zeros((len(self.spans), self.longest), dtype=np.int64)
-        for line, row in zip(table, self._rows, strict=True):
-            line[: len(row)] = row
-        return self._tensor(table.reshape(-1))
+        """The packed token at each place of the right padded batches end to end; nothing attends to a padding."""
+        rows = iter(self._sorted)
+        tables: list[np.ndarray] = []
+        for number, length in self.shapes:
+            table = np.zeros((number, length), dtype=np.int64)
+            for line in table:
+                indices = next(rows).indices()
+                line[: len(indices)] = indices
+            tables.append(table.reshape(-1))
+        return self._tensor(np.concatenate(tables))
 
     @cached_property
     def padded_scatter(self) -> Tensor:
         """The place of each packed token in `padded_gather`, [T]."""
-        return self._places([index * self.longest for index in range(len(self.spans))])
+        lengths = [length for number, length in self.shapes for _ in range(number)]
+        return self._places(self._sorted, np.cumsum([0, *lengths]).tolist()[:-1])
 
     @cached_property
-    def _rows(self) -> list[np.ndarray]:
-        return [span.indices() for span in self.spans]
+    def _sorted(self) -> list[Span]:
+        return sorted(self.spans, key=lambda span: -span.length)
 
-    def _places(self, starts: Sequence[int]) -> Tensor:
-        num_tokens = max(span.stop for span in self.spans)
-        places = np.zeros(num_tokens, dtype=np.int64)
-        for start, row in reversed(list(zip(starts, self._rows, strict=True))):
-            places[row] = start + np.arange(len(row))
+    def _places(self, spans: Sequence[Span], starts: Sequence[int]) -> Tensor:
+        places = np.zeros(max(span.stop for span in spans), dtype=np.int64)
+        for start, span in zip(starts, spans, strict=True):
+            places[span.indices()] = start + np.arange(span.length)
         return self._tensor(places)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
@@ -101,7 +123,7 @@ def packed_attention(
     """Causal attention inside each sample; query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
     bfloat16 and float16 on CUDA take torch's varlen kernel (there is none for CPU or float32); everything else
-    takes SDPA over the samples as one right padded batch: causal, so that no real token sees padding.
+    takes SDPA over right padded batches of samples of similar length: causal, so that no token sees padding.
     """
     tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, H or K, D]
     if query.is_cuda and query.dtype in VARLEN_DTYPES:
@@ -110,17 +132,19 @@ def packed_attention(
 
 
 def _padded(tokens: Sequence[Tensor], packing: Packing, scaling: float) -> Tensor:
-    query, key, value = (
-        _gather(tensor, packing.padded_gather)
-        .unflatten(0, (len(packing.spans), packing.longest))
-        .transpose(1, 2)
-        for tensor in tokens
+    sizes = [number * length for number, length in packing.shapes]
+    batches = zip(
+        *(_gather(tensor, packing.padded_gather).split(sizes) for tensor in tokens), strict=True
     )
-    is_grouped = query.shape[1] != key.shape[1]
-    output = scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped
-    )
-    return _gather(output.transpose(1, 2).flatten(0, 1), packing.padded_scatter)
+    is_grouped = tokens[0].shape[1] != tokens[1].shape[1]
+    outputs: list[Tensor] = []
+    for shape, batch in zip(packing.shapes, batches, strict=True):
+        query, key, value = (tensor.unflatten(0, shape).transpose(1, 2) for tensor in batch)
+        output = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return _gather(torch.cat(outputs), packing.padded_scatter)
 
 
 def _varlen(tokens: Sequence[Tensor], packing: Packing, scaling: float) -> Tensor:

@@ -60,11 +60,11 @@ def partition(
     are given to them. Siblings stay together unless splitting them makes the slowest rank faster. A rank may get
     empty micro-batches when there are fewer samples than ranks.
 
-    Eight samples of cost 4, 3, 3, 2 tokens twice, on two ranks with room for 12 tokens:
+    Eight samples of 4, 3, 3, 2 tokens, twice, on two ranks with room for 12 tokens:
 
         >>> loads = [Load(n, Prompt(b"", (), 0), {}) for n in (4, 3, 3, 2, 4, 3, 3, 2)]
         >>> partition(loads, num_ranks=2, max_tokens=12, patch_cost=0.0)
-        [[[0, 1, 5, 7]], [[2, 3, 4, 6]]]
+        [[[0, 1, 3, 5]], [[2, 4, 6, 7]]]
     """
     total = sum(
         _cost(group, loads, patch_cost) for group in _pieces(loads, math.inf, math.inf, patch_cost)
