@@ -55,7 +55,7 @@ class FakeServer:
             app.router.add_post(path, self._answer({}))
         return app
 
-    def _answer(self, content: dict):  # noqa: ANN202
+    def _answer(self, content: dict):
         async def handler(request: web.Request) -> web.Response:
             self.calls.append(request.path)
             return web.json_response(content)
@@ -178,8 +178,10 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
 
     def run() -> None:
         asyncio.set_event_loop(loop)
-        loop.run_until_complete(up())
+        runner = loop.run_until_complete(up())
         loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -1,0 +1,353 @@
+"""The SGLang sampler against a server that speaks its protocol and can be told to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyturn import model
+from polyturn.params import SglangParams
+from polyturn.processes import find
+from polyturn.render import Renderer
+from polyturn.sampler.base import SampleRequest
+from polyturn.sampler.hf import HfSampler
+from polyturn.sampler.sglang import process, wire
+from polyturn.sampler.sglang.control import Control, ServerError, check_version
+from polyturn.sampler.sglang.fleet import Fleet, Server
+from polyturn.sampler.sglang.sampler import IdenticalSiblingsError, SglangSampler
+from polyturn.sampler.sglang.weights import Checksums, DiskTransfer, Named, buckets
+from polyturn.types import Message
+from tests.unit import tiny
+from tests.unit.sampler.sglang_server import FakeServer, hash_tensor, serving
+
+POLICY = tiny.qwen3()
+RENDERER = Renderer(POLICY)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with serving(FakeServer(tiny.copy_of(POLICY))) as running:
+        yield running
+
+
+def sampler(
+    *servers: FakeServer, directory: Path, policy: model.Policy = POLICY, **params: object
+) -> SglangSampler:
+    def write(target: Path, tensors: Named) -> None:
+        changed = tiny.copy_of(policy)
+        changed.model.load_state_dict(dict(tensors), strict=False)
+        model.save(changed, target)
+
+    urls = tuple(each.url for each in servers)
+    chosen = SglangParams.model_validate({"urls": urls, "weight_update": "disk", **params})
+    fleet = Fleet(
+        servers=[Server(Control(url)) for url in urls],
+        transfer=DiskTransfer(directory, write),
+        dtype=torch.float32,
+        is_tied=True,
+        hash_tensor=hash_tensor,
+    )
+    family = policy.family
+    settings = wire.WireSettings(family.end_of_turn_id, family.banned_ids, is_seeded=True)
+    made = SglangSampler(fleet, settings, chosen, is_vision_frozen=True)
+    made.update_weights(policy.model.named_parameters(remove_duplicate=False), 0)
+    return made
+
+
+def request(number: int = 0, *, turns: int = 1, limit: int = 8) -> SampleRequest:
+    images = [tiny.picture(shade=40 * index) for index in range(turns)]
+    ids: list[int] = []
+    for image in images:
+        ids += RENDERER.prompt([Message("user", (image, "Find the area."))]).engine_ids
+    return SampleRequest(f"0/{number}", tuple(ids), tuple(images), 100 + number, limit)
+
+
+def ask(sampler: SglangSampler, *requests: SampleRequest):
+    async def body():
+        replies = await sampler.generate(requests)
+        assert sampler._session is not None
+        await sampler._session.close()
+        return replies
+
+    return asyncio.run(body())
+
+
+def test_replies_are_those_of_the_engine_behind_the_wire(server: FakeServer, tmp_path: Path):
+    asked = [request(number) for number in range(3)]
+    replies = ask(sampler(server, directory=tmp_path), *asked)
+    direct = asyncio.run(HfSampler(tiny.copy_of(POLICY), RENDERER).generate(asked))
+    assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in direct]
+    assert [r.prompt_length for r in replies] == [r.prompt_length for r in direct]
+    for ours, theirs in zip(replies, direct, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-5, rtol=0
+        )
+
+
+def test_every_request_carries_all_pictures_and_one_pad_each(server: FakeServer, tmp_path: Path):
+    """TOK-03, TOK-04: a picture that is not sent is a blind model."""
+    ask(sampler(server, directory=tmp_path), request(turns=1), request(1, turns=3))
+    pad = POLICY.family.image_token_id
+    for body in server.bodies:
+        num_images = len(body["image_data"])
+        assert body["input_ids"].count(pad) == num_images == len(body["mm_hashes"])
+        assert all(uri.startswith("data:image/png;base64,") for uri in body["image_data"])
+    assert sorted(len(body["image_data"]) for body in server.bodies) == [1, 3]
+
+
+def test_image_tokens_are_banned_and_siblings_have_seeds_of_their_own(
+    server: FakeServer, tmp_path: Path
+):
+    ask(sampler(server, directory=tmp_path), *(request(number) for number in range(4)))
+    for body in server.bodies:
+        banned = {int(token) for token in body["sampling_params"]["logit_bias"]}
+        assert banned == set(POLICY.family.banned_ids)
+    assert len({body["sampling_params"]["sampling_seed"] for body in server.bodies}) == 4
+    lengths = {len(body["rid"]) for body in server.bodies}
+    assert lengths == {32}, "/abort_request takes prefixes: rids must have one length"
+
+
+def test_embedding_keys_change_with_a_trained_tower_only(server: FakeServer, tmp_path: Path):
+    """The server's cache of picture embeddings survives weight updates."""
+    trained = sampler(server, directory=tmp_path)
+    for is_frozen, num_keys in ((False, 2), (True, 1)):
+        trained.is_vision_frozen = is_frozen
+        server.bodies.clear()
+        for version in (1, 2):
+            trained.update_weights(POLICY.model.named_parameters(remove_duplicate=False), version)
+            ask(trained, request())
+        assert len({body["mm_hashes"][0] for body in server.bodies}) == num_keys
+
+
+@pytest.mark.parametrize("fault", ["500", "disconnect"])
+def test_a_failed_request_is_tried_again(fault: str, server: FakeServer, tmp_path: Path):
+    made = sampler(server, directory=tmp_path)
+    server.faults = [fault]
+    (reply,) = ask(made, request())
+    assert reply.finish_reason in ("stop", "length")
+    assert made.counts.retries == 1
+
+
+def test_retries_have_an_end_and_the_reply_says_why(server: FakeServer, tmp_path: Path):
+    made = sampler(server, directory=tmp_path, retries=1)
+    server.faults = ["500", "500", "500"]
+    (reply,) = ask(made, request())
+    assert reply.finish_reason == "error"
+    assert "HTTP 500" in (reply.error or "")
+    assert "sampler.sglang.retries 1" in (reply.error or "")
+    assert len(server.bodies) == 2
+
+
+def test_a_hanging_request_is_given_up_and_aborted_by_its_id(server: FakeServer, tmp_path: Path):
+    made = sampler(server, directory=tmp_path, request_timeout_s=1.0, retries=1)
+    server.faults = ["hang"]
+    (reply,) = ask(made, request())
+    assert reply.finish_reason in ("stop", "length")
+    assert server.aborted == [server.bodies[0]["rid"]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("wrong ids", "tokenized again"), ("old version", "version 0 answered, version 7")],
+)
+def test_an_answer_that_cannot_be_trained_on_is_refused(
+    fault: str, said: str, server: FakeServer, tmp_path: Path
+):
+    made = sampler(server, directory=tmp_path)
+    made.update_weights(POLICY.model.named_parameters(remove_duplicate=False), 7)
+    server.faults = [fault]
+    (reply,) = ask(made, request())
+    assert reply.finish_reason == "error"
+    assert said in (reply.error or "")
+
+
+def test_an_aborted_reply_is_aborted(server: FakeServer, tmp_path: Path):
+    made = sampler(server, directory=tmp_path)
+    server.faults = ["abort"]
+    (reply,) = ask(made, request())
+    assert (reply.finish_reason, reply.error) == ("abort", "Aborted")
+
+
+def test_a_dropped_picture_shows_in_the_logprobs(server: FakeServer, tmp_path: Path):
+    """TOK-03: what a teacher-forced check compares differs when the server saw another picture."""
+    made = sampler(server, directory=tmp_path)
+    seen = ask(made, request())[0]
+    server.faults = ["drop image"]
+    blind = ask(made, request())[0]
+    assert seen.logprobs[0] != pytest.approx(blind.logprobs[0], abs=1e-3)
+
+
+def test_trajectories_stay_on_their_server_and_move_when_it_is_gone(tmp_path: Path):
+    with (
+        serving(FakeServer(tiny.copy_of(POLICY))) as first,
+        serving(FakeServer(tiny.copy_of(POLICY))) as second,
+    ):
+        made = sampler(first, second, directory=tmp_path)
+        asked = [request(number) for number in range(6)]
+        ask(made, *asked)
+        on_first = len(first.bodies)
+        assert 0 < on_first < 6
+        ask(made, *asked)
+        assert len(first.bodies) == 2 * on_first
+        made.fleet.servers[0].control = Control("http://127.0.0.1:9")  # nobody listens there
+        replies = ask(made, *asked)
+        assert all(reply.finish_reason in ("stop", "length") for reply in replies)
+        assert [server.is_alive for server in made.fleet.servers] == [False, True]
+        assert len(first.bodies) == 2 * on_first
+
+
+def test_new_weights_are_named_flushed_and_compared(server: FakeServer, tmp_path: Path):
+    """CKPT-01, CKPT-09: nothing computed from old weights is left, and the tensors are the ones pushed."""
+    made = sampler(server, directory=tmp_path)
+    before = ask(made, request())[0]
+    other = tiny.copy_of(POLICY)
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    server.calls.clear()
+    made.take_counts()
+    made.update_weights(other.model.named_parameters(remove_duplicate=False), 1)
+    assert server.calls == ["/update_weights_from_disk", "/flush_cache"]
+    assert server.version == "1"
+    counts = made.take_counts()
+    # every parameter once: 2 layers x (3 of q k v in one, 2 of gate up in one)
+    num_parameters = len(list(other.model.parameters()))
+    assert counts.tensors_compared == num_parameters - 2 * (2 + 1)
+    after = ask(made, request())[0]
+    fresh = asyncio.run(HfSampler(other, RENDERER).generate([request()]))[0]
+    assert after.token_ids == fresh.token_ids
+    assert after.logprobs != before.logprobs
+    assert after.weight_version == 1
+
+
+def test_a_server_that_keeps_its_old_weights_is_found_out(server: FakeServer, tmp_path: Path):
+    made = sampler(server, directory=tmp_path)
+    server.is_deaf = True
+    other = tiny.copy_of(POLICY)
+    with torch.no_grad():
+        other.model.model.visual.patch_embed.proj.weight.add_(1.0)
+    with pytest.raises(ServerError, match=r"1 of \d+ tensors differ .*visual.patch_embed"):
+        made.update_weights(other.model.named_parameters(remove_duplicate=False), 1)
+
+
+def test_a_tensor_that_the_server_does_not_know_is_named(server: FakeServer, tmp_path: Path):
+    made = sampler(server, directory=tmp_path)
+    named = [*POLICY.model.named_parameters(), ("model.visual.extra.weight", torch.ones(2))]
+    with pytest.raises(ServerError, match=r"1 are unknown to the server .*visual.extra"):
+        made.update_weights(iter(named), 1)
+
+
+def test_a_server_that_ignores_seeds_is_found_out(server: FakeServer, tmp_path: Path):
+    made = sampler(server, directory=tmp_path)
+
+    async def probe(asked: SampleRequest) -> None:
+        await made.probe_seeds(asked)
+
+    asyncio.run(probe(request(limit=6)))
+    made.settings = replace(made.settings, is_seeded=False)  # the server then takes 42 for all
+    with pytest.raises(IdenticalSiblingsError, match="--enable-deterministic-inference"):
+        asyncio.run(probe(request(limit=6)))
+
+
+def test_memory_is_released_and_taken_again_once(server: FakeServer, tmp_path: Path):
+    made = sampler(server, directory=tmp_path)
+    server.calls.clear()
+    made.release()
+    made.resume()
+    made.resume()
+    assert server.calls == [
+        "/flush_cache",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+    ]
+
+
+def test_a_bucket_holds_whole_tensors_within_its_size():
+    tensors = [(str(size), torch.zeros(size)) for size in (2, 3, 9, 1)]
+    grouped = [[name for name, _ in bucket] for bucket in buckets(iter(tensors), 4 * 5)]
+    assert grouped == [["2", "3"], ["9"], ["1"]]
+
+
+def test_stacked_checksums_do_not_depend_on_the_order_of_the_parts():
+    q, k, v = (torch.full((2, 2), value) for value in (1.0, 2.0, 3.0))
+    stem = "model.language_model.layers.0.self_attn"
+    for order in ("qkv", "vqk"):
+        sums = Checksums(torch.float32, hash_tensor)
+        for part in order:
+            sums.add(f"{stem}.{part}_proj.weight", {"q": q, "k": k, "v": v}[part])
+        stacked = hash_tensor(torch.cat([q, k, v]))
+        assert sums.sums == {"model.layers.0.self_attn.qkv_proj.weight": stacked}
+
+
+@pytest.mark.parametrize("version", ["0.5.11", "0.6.0", "main", "0.5"])
+def test_versions_outside_of_the_tested_range_are_told(version: str):
+    assert "outside of the tested range" in (check_version(version) or "")
+
+
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_closing_a_server_ends_its_children_too(tmp_path: Path):
+    port = process.free_port()
+    running = process.start(
+        [sys.executable, "-c", SERVER, str(port)], port, tmp_path / "logs" / "sglang_0.log"
+    )
+    running.wait_until_ready(30)
+    child = int(running.log.read_text().split()[1])
+    assert not _is_gone(child)
+    running.close()
+    assert not running.is_running
+    assert _is_gone(child)
+
+
+def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(tmp_path: Path):
+    argv = [sys.executable, "-c", "print('CUDA out of memory'); raise SystemExit(3)"]
+    running = process.start(argv, process.free_port(), tmp_path / "sglang_0.log")
+    with pytest.raises(ServerError, match=r"status 3; the end of its log(.|\n)*CUDA out of memory"):
+        running.wait_until_ready(30)
+    running.close()
+
+
+def test_servers_die_with_the_trainer_even_when_it_is_killed(tmp_path: Path):
+    script = f"""
+import sys, time
+from pathlib import Path
+from polyturn.sampler.sglang import process
+running = process.start([sys.executable, "-c", "import time; time.sleep(600)"], 1, Path({str(tmp_path / "log")!r}))
+print(running.popen.pid, flush=True)
+time.sleep(600)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    time.sleep(0.5)  # until the mark is set
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    trainer.stdout.close()
+    deadline = time.monotonic() + 10
+    while not _is_gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _is_gone(pid)
+
+
+def _is_gone(pid: int) -> bool:
+    found = find(pid)
+    return found is None or not found.is_alive
