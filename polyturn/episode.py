@@ -21,6 +21,7 @@ from polyturn.sampler.base import Reply, SampleRequest
 from polyturn.seeds import derive
 from polyturn.stream import TokenStream
 from polyturn.types import (
+    EnvFailures,
     Json,
     Message,
     Problem,
@@ -62,6 +63,10 @@ class Episode:
     occurrence: int = (
         0  # of the problem in its rollout: a step over an epoch's end may draw one twice
     )
+    attempt: int = 0  # how often its environment failed before (env.retries)
+    env_failures: EnvFailures = field(
+        default_factory=EnvFailures
+    )  # those of earlier attempts included
     stop_reason: StopReason | None = None
     error: str | None = None
     env: Env | None = None
@@ -79,7 +84,22 @@ class Episode:
     @property
     def session(self) -> str:
         """Name of the trajectory for the sampler."""
-        return f"{self.group_index}/{self.sibling}"
+        name = f"{self.group_index}/{self.sibling}"
+        return f"{name}/{self.attempt}" if self.attempt else name
+
+    def again(self) -> Episode:
+        """A fresh attempt at the same trajectory: from its start, with seeds of its own."""
+        before = self.env_failures
+        return Episode(
+            self.settings,
+            self.problem,
+            self.group_index,
+            self.sibling,
+            self.occurrence,
+            attempt=self.attempt + 1,
+            env_failures=replace(before, num_retries=before.num_retries + 1),
+            _env_time_s=self._env_time_s,
+        )
 
     async def start(self) -> None:
         """Build the environment, show the prompt (with the env's tools and first observation)."""
@@ -158,12 +178,14 @@ class Episode:
         self._close_turn(reply, text, shown, info)
 
     async def close(self) -> None:
-        """Close the environment; a failure is only a warning."""
+        """Close the environment; a failure is counted and logged."""
         close = getattr(self.env, "close", None)
         if callable(close):
             try:
                 await self._call(close)
             except Exception as error:  # closing can no longer change what was sampled
+                count = self.env_failures.num_close_failures + 1
+                self.env_failures = replace(self.env_failures, num_close_failures=count)
                 logger.warning("env.close of problem %s failed: %s", self.problem.id, error)
 
     def finish(self) -> Trajectory:
@@ -183,11 +205,14 @@ class Episode:
             error=self.error,
             tokens=self._stream.counts(self.settings.renderer.family.image_token_id),
             env_time_s=self._env_time_s,
+            env_failures=self.env_failures,
         )
 
     def seed(self, *path: str | int) -> int:
         """A seed that depends on the rollout, the problem and the try, and not on what else is sampled."""
-        return derive(self.settings.seed, self.problem.id, self.occurrence, self.sibling, *path)
+        attempt = ("attempt", self.attempt) if self.attempt else ()
+        own = (self.problem.id, self.occurrence, self.sibling, *attempt)
+        return derive(self.settings.seed, *own, *path)
 
     # -- streams ----------------------------------------------------------------------------------------------
 
@@ -245,6 +270,7 @@ class Episode:
 
     def _fail(self, reason: StopReason, error: Exception | str) -> None:
         self.stop_reason = reason
+        self.env_failures = counted(self.env_failures, reason)
         told = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self.error = told[:500]
         logger.warning(
@@ -284,3 +310,12 @@ class Episode:
             return await call(method, *args, time_limit_s=limit, **kwargs)
         finally:
             self._env_time_s += time.perf_counter() - started
+
+
+def counted(failures: EnvFailures, reason: StopReason) -> EnvFailures:
+    """The counts with one more failure, if `reason` is one of the environment's."""
+    if reason is StopReason.ENV_ERROR:
+        return replace(failures, num_errors=failures.num_errors + 1)
+    if reason is StopReason.ENV_TIMEOUT:
+        return replace(failures, num_timeouts=failures.num_timeouts + 1)
+    return failures

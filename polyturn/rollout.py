@@ -16,7 +16,9 @@ from polyturn.render import Renderer
 from polyturn.reward import Reward, check_failures, score
 from polyturn.sampler.base import Sampler
 from polyturn.seeds import SEED_RANGE
-from polyturn.types import Group, Problem, Status, Trajectory
+from polyturn.types import Group, Problem, Status, StopReason, Trajectory
+
+ENV_FAILURES = (StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ async def rollout_attempts(
     """Try every attempt's problem `draw.group_size` times and grade the tries; one group per attempt, in order.
 
     One sampler call per turn holds all live trajectories in (group, sibling) order; the environments' answers
-    are awaited and put in order before the next call, so that equal seeds give equal trajectories.
+    are awaited and put in order before the next call, so that equal seeds give equal trajectories. Trajectories
+    that their environment failed are tried again, up to env.retries times, after the others have ended: these do
+    not change by it.
 
     Raises:
         FailureBudgetError: more trajectories failed than env.max_failure_fraction.
@@ -105,16 +109,12 @@ async def rollout_attempts(
         for attempt in attempts
         for sibling in range(draw.group_size)
     ]
-    try:
-        await asyncio.gather(*(episode.start() for episode in episodes))
-        while live := [episode for episode in episodes if not episode.is_done]:
-            with lowered_by(f"sampling {len(live)} trajectories", _memory_keys(settings.rollout)):
-                replies = await sampler.generate([episode.request() for episode in live])
-            await asyncio.gather(
-                *(e.advance(reply) for e, reply in zip(live, replies, strict=True))
-            )
-    finally:
-        await asyncio.gather(*(episode.close() for episode in episodes))
+    await _play(episodes, sampler, settings.rollout)
+    for _ in range(settings.env.retries):
+        failed = [i for i, e in enumerate(episodes) if e.stop_reason in ENV_FAILURES]
+        for place in failed:
+            episodes[place] = episodes[place].again()
+        await _play([episodes[place] for place in failed], sampler, settings.rollout)
     finished = [_finish(episode, settings.rollout.compare_fraction) for episode in episodes]
     _check_failures(finished, settings.env.max_failure_fraction)
     graded = _grade(finished, settings.reward)
@@ -123,6 +123,20 @@ async def rollout_attempts(
         Group(attempt.group_index, tuple(graded[place * size : (place + 1) * size]))
         for place, attempt in enumerate(attempts)
     ]
+
+
+async def _play(episodes: Sequence[Episode], sampler: Sampler, limits: RolloutParams) -> None:
+    """Take episodes from their start to their end, in lockstep, and close their environments."""
+    try:
+        await asyncio.gather(*(episode.start() for episode in episodes))
+        while live := [episode for episode in episodes if not episode.is_done]:
+            with lowered_by(f"sampling {len(live)} trajectories", _memory_keys(limits)):
+                replies = await sampler.generate([episode.request() for episode in live])
+            await asyncio.gather(
+                *(e.advance(reply) for e, reply in zip(live, replies, strict=True))
+            )
+    finally:
+        await asyncio.gather(*(episode.close() for episode in episodes))
 
 
 def attempts_of(problems: Sequence[Problem]) -> list[Attempt]:

@@ -169,6 +169,19 @@ class TokenCounts:
 
 
 @dataclass(frozen=True)
+class EnvFailures:
+    """How often a trajectory's environment raised, took too long or could not be closed, over all its attempts.
+
+    `num_retries` counts the attempts after the first.
+    """
+
+    num_errors: int = 0
+    num_timeouts: int = 0
+    num_close_failures: int = 0
+    num_retries: int = 0
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One finished try at a problem, with everything that training and reading it need.
 
@@ -197,6 +210,7 @@ class Trajectory:
     # None: this trajectory was not compared with the canonical rendering.
     num_rewritten: int | None = None
     env_time_s: float = field(default=0.0, compare=False)  # in the environment's methods
+    env_failures: EnvFailures = EnvFailures()
 
     @property
     def status(self) -> Status:
