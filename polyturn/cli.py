@@ -9,28 +9,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+_SPLITS = ("train", "validation", "test")
+
 
 def build_parser() -> argparse.ArgumentParser:
-    """All subcommands and their arguments."""
+    """All subcommands and their arguments; `run` is the function that a subcommand calls."""
     parser = argparse.ArgumentParser(
         prog="polyturn", description="Multi-turn reinforcement learning of vision-language models."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    use = commands.add_parser("use", help="write a recipe and overrides into params.yaml")
+
+    def command(name: str, about: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+
+    use = command("use", "write a recipe and overrides into params.yaml")
     use.add_argument("recipe", nargs="?", help="an overlay of recipes/, by name; none: list them")
-    use.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="pairs")
-    commands.add_parser(
-        "plan", help="say which stages would run again, why, and how long they took"
-    )
-    commands.add_parser("report", help="write runs/report.html from the files of this checkout")
-    view = commands.add_parser(
-        "view", help="write a page with trajectories: tokens, pictures, calls"
-    )
-    view.add_argument(
-        "source", type=Path, help="a run directory, a directory of steps, or one file"
-    )
-    view.add_argument("--out", type=Path, default=Path("runs/view.html"))
-    view.add_argument("--steps", type=int, nargs="+", help="default: evenly spaced ones")
+    _add_pairs(use)
+    use.set_defaults(run=_use)
+    plan = command("plan", "say which stages would run again, why, and how long they took")
+    plan.set_defaults(run=_plan)
+    report = command("report", "write runs/report.html from the files of this checkout")
+    report.set_defaults(run=_report)
+    _add_view(command("view", "write a page with trajectories: tokens, pictures, calls, rewards"))
+    _add_play(command("play", "be the policy by hand in an environment; needs no model"))
+    _add_evaluate(command("evaluate", "score a policy on held-out problems, also without pictures"))
     commands.add_parser("grade", help="grade answers (`polyturn grade --help`)")
     return parser
 
@@ -42,33 +44,87 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _grade(given[1:])  # it has options of its own
     chosen = build_parser().parse_args(given)
     try:
-        if chosen.command == "use":
-            return _use(chosen.recipe, chosen.pairs)
-        if chosen.command == "view":
-            return _view(chosen.source, chosen.out, chosen.steps)
-        return _plan() if chosen.command == "plan" else _report()
+        return chosen.run(chosen)
     except ValueError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
-def _use(recipe: str | None, pairs: Sequence[str]) -> int:
+def _add_pairs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="pairs",
+        help="override a value of params.yaml, such as train.steps=3",
+    )
+
+
+def _add_view(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="RUN",
+        help="a run directory, a directory of steps, one file, an MLflow run id or a registry alias",
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/view.html"), help="(%(default)s)")
+    parser.add_argument("--steps", type=int, nargs="+", help="default: evenly spaced ones")
+    parser.set_defaults(run=_view)
+
+
+def _add_play(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--env", help="zoom, geo3k, sokoban, ... or module:attr (the configured one)"
+    )
+    parser.add_argument("--problem", default="0", help="an id, a number, or generated[:NUMBER]")
+    parser.add_argument("--split", default="train", choices=_SPLITS)
+    parser.add_argument("--recipe", help="an overlay of recipes/, by name")
+    parser.add_argument(
+        "--pictures", type=Path, default=Path("runs/play"), help="where they go (%(default)s)"
+    )
+    _add_pairs(parser)
+    parser.set_defaults(run=_play)
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        default=Path("artifacts/policy"),
+        help="a Hugging Face directory (%(default)s)",
+    )
+    parser.add_argument("--split", default="test", choices=_SPLITS)
+    parser.add_argument("--num", type=int, help="the first NUM problems only")
+    parser.add_argument("--greedy", action="store_true", help="argmax instead of samples")
+    parser.add_argument(
+        "--ablate-images",
+        action="store_true",
+        help="score again with blank pictures in the environment's answers, and compare",
+    )
+    parser.set_defaults(run=_evaluate)
+
+
+def _use(chosen: argparse.Namespace) -> int:
     from polyturn import workspace
 
     root = Path.cwd()
-    if recipe is None and not pairs:
+    if chosen.recipe is None and not chosen.pairs:
         print("\n".join(workspace.recipe_names(root)))
         return 0
-    plan = workspace.compose(root, recipe=recipe, overrides=workspace.parse_pairs(pairs))
+    overrides = workspace.parse_pairs(chosen.pairs)
+    plan = workspace.compose(root, recipe=chosen.recipe, overrides=overrides)
     workspace.write_params(root, plan.changes)
     print("params.yaml written; `git diff params.yaml` shows what changed")
     return 0
 
 
-def _plan() -> int:
+def _plan(chosen: argparse.Namespace) -> int:
     from polyturn import layout, params
 
+    del chosen
     params.load(layout.PARAMS)
     code = subprocess.run([sys.executable, "-m", "dvc", "status"], check=False).returncode
     times = _last_times(layout.STATE / "timings.jsonl")
@@ -86,17 +142,48 @@ def _last_times(path: Path) -> dict[str, float]:
     return {record["stage"]: record["seconds"] for record in records}
 
 
-def _report() -> int:
+def _report(chosen: argparse.Namespace) -> int:
     from polyturn.report.write import write_report
 
+    del chosen
     print(write_report(Path.cwd()))
     return 0
 
 
-def _view(source: Path, out: Path, steps: Sequence[int] | None) -> int:
+def _view(chosen: argparse.Namespace) -> int:
     from polyturn import view
 
-    print(view.view(source, out, steps=steps))
+    print(view.view(Path(chosen.source), chosen.out, steps=chosen.steps))
+    return 0
+
+
+def _play(chosen: argparse.Namespace) -> int:
+    from polyturn import play, workspace
+    from polyturn.pick import pick
+    from polyturn.terminal import Terminal
+
+    overrides = workspace.parse_pairs(chosen.pairs)
+    composed = workspace.compose(Path.cwd(), recipe=chosen.recipe, overrides=overrides).params
+    params = play.with_env(composed, chosen.env)
+    problem = pick(chosen.problem, params, split=chosen.split)
+    terminal = Terminal(chosen.pictures / problem.id.replace("/", "_"))
+    trajectory = play.play(play.Game(problem, params.env, params.rollout, params.seed), terminal)
+    for line in play.outcome_lines(trajectory, play.grade(trajectory, params)):
+        terminal.say(line)
+    return 0
+
+
+def _evaluate(chosen: argparse.Namespace) -> int:
+    from polyturn import evaluate_cli
+
+    request = evaluate_cli.Request(
+        policy=chosen.policy,
+        split=chosen.split,
+        num_problems=chosen.num,
+        is_greedy=chosen.greedy,
+        is_ablated=chosen.ablate_images,
+    )
+    print("\n".join(evaluate_cli.run(request)))
     return 0
 
 

@@ -11,6 +11,7 @@ import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -152,6 +153,22 @@ def observation_message(env: Env, observation: object) -> Message:
     raise ValueError(
         f"an observation must be text, a Message or a mapping, got {type(shown).__name__}"
     )
+
+
+def reset_of(env: Env, seed: int) -> Callable[[], object] | None:
+    """The env's reset with the seed bound to it if it accepts one; None if it has no reset."""
+    reset = getattr(env, "reset", None)
+    if not callable(reset):
+        return None
+    accepts_seed = "seed" in inspect.signature(reset).parameters
+    return partial(reset, seed=seed) if accepts_seed else reset
+
+
+def first_message(env: Env, answered: object) -> Message | None:
+    """The chat message of what reset answered, (observation, info) or the observation; None if it shows nothing."""
+    shown = cast("tuple[object, ...]", answered)[0] if isinstance(answered, tuple) else answered
+    is_empty = shown is None or shown in ("", {})
+    return None if is_empty else observation_message(env, shown)
 
 
 def _from_mapping(shown: Mapping[str, object]) -> Message:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from polyturn import cli, params
+from polyturn import cli, layout, model, params
+from polyturn.data.files import write_jsonl
+from polyturn.trajectories import save_pictures
+from polyturn.types import Problem
 from tests.toy_project import ToyProject
+from tests.unit import tiny
+
+COMMANDS = ("use", "plan", "report", "view", "play", "evaluate")
 
 
 @pytest.fixture
@@ -56,7 +63,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     assert ending.value.code == 0
     shown = capsys.readouterr().out
-    assert all(f"    {name} " in shown for name in ("use", "plan", "report", "view", "grade"))
+    assert all(f"    {name} " in shown for name in (*COMMANDS, "grade"))
 
 
 def test_viewing_what_is_not_there_is_named(
@@ -82,3 +89,64 @@ def test_plan_tells_what_is_stale_and_how_long_it_took(toy: Callable[..., ToyPro
     assert "one:" not in result.stdout
     times = result.stdout.partition("seconds that each stage took")[2]
     assert [line.split()[0] for line in times.splitlines()[1:]] == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        cli.main([name, "--help"])
+    assert ending.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: polyturn {name}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["evaluate"], "problems.jsonl is not there; run `dvc repro model`"),
+        (["play", "--env", "nowhere"], "module 'polyturn.envs.nowhere'"),
+        (["play", "--problem", "nothing"], "no data set is built here"),
+        (["play", "--recipe", "nothing"], "nothing"),
+        (["play", "--set", "train.steps"], "train.steps"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_line(
+    arguments: list[str], said: str, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+
+
+def test_evaluate_prints_the_difference_that_pictures_make(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A random policy answers nothing right, with pictures or without."""
+    problems = tiny.problems(3, "test")
+    save_pictures(layout.IMAGES / "png", [image for p in problems for image in p.images])
+    write_jsonl(layout.PROBLEMS / "problems.jsonl", map(_row, problems))
+    model.save(tiny.qwen3(), layout.POLICY)
+    assert cli.main(["evaluate", "--ablate-images", "--num", "2", "--greedy"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    lines = [line for line in shown if not line.startswith("::progress")]
+    assert lines[0].startswith("accuracy on 2 problems")
+    assert lines[1].startswith("with blank pictures ")
+    assert re.fullmatch(
+        r"difference \(paired, 95%\) +\+0\.000 \[[-+]\d\.\d{3}, [-+]\d\.\d{3}\]", lines[2]
+    )
+    assert cli.main(["evaluate", "--num", "0"]) == 2
+    assert "--num must be at least 1" in capsys.readouterr().err
+    assert cli.main(["evaluate", "--policy", "absent"]) == 2
+    assert "--policy absent holds no config.json" in capsys.readouterr().err
+
+
+def _row(problem: Problem) -> dict[str, object]:
+    (image,) = problem.images
+    return {
+        "id": problem.id,
+        "split": problem.split,
+        "problem": f"<image>{problem.messages[0].text}",
+        "answer": problem.answer,
+        "images": [{"sha256": image.sha256, "width": image.width, "height": image.height}],
+        "metadata": dict(problem.metadata),
+    }

@@ -1,0 +1,101 @@
+"""`polyturn evaluate`: score a policy of this checkout on held-out problems, with its pictures or without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from polyturn import data, layout, model, params
+from polyturn.ablation import Ablation, ablate
+from polyturn.evaluate import EvaluationPlan, evaluate, evaluation_settings, summarize
+from polyturn.params import Params
+from polyturn.progress import Progress
+from polyturn.render import Renderer
+from polyturn.runtime import set_up_torch
+from polyturn.sampler.hf import HfSampler
+from polyturn.seeds import derive
+from polyturn.statistics import Interval
+from polyturn.types import Problem
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to score and how."""
+
+    policy: Path
+    split: str
+    num_problems: int | None  # the first ones only; None: all
+    is_greedy: bool
+    is_ablated: bool
+
+
+def run(request: Request) -> list[str]:
+    """Score, and say what was found; problems, seeds and settings are those of the evaluate stage.
+
+    Raises:
+        ValueError: there is no such policy, or no problem of the split.
+    """
+    loaded = params.load(layout.PARAMS)
+    problems = _problems(request.split, request.num_problems)
+    if not (request.policy / "config.json").is_file():
+        raise ValueError(f"--policy {request.policy} holds no config.json; run `dvc repro train`")
+    set_up_torch(loaded)
+    policy = model.load(loaded.model, request.policy)
+    renderer = Renderer(policy)
+    sampler = HfSampler(policy, renderer, is_vision_frozen=True)
+    settings, plan = evaluation_settings(loaded), _plan(loaded, is_greedy=request.is_greedy)
+    rounds = 2 if request.is_ablated else 1
+    with Progress(rounds * len(problems), "evaluate") as progress:
+        scoring = (problems, sampler, renderer, settings, plan, progress.update)
+        if request.is_ablated:
+            return ablation_lines(asyncio.run(ablate(*scoring)))
+        summary = summarize(asyncio.run(evaluate(*scoring)), plan)
+    found = Interval(*(summary[f"accuracy{part}"] for part in ("", "_low", "_high")))
+    return [_line(f"accuracy on {len(problems)} problems", found)]
+
+
+def ablation_lines(found: Ablation) -> list[str]:
+    """What is said of an ablation.
+
+    >>> half = Interval(0.5, 0.4, 0.6)
+    >>> print(*ablation_lines(Ablation(64, half, Interval(0.25, 0.2, 0.3), half)), sep="\\n")
+    accuracy on 64 problems          0.500 [0.400, 0.600]
+    with blank pictures              0.250 [0.200, 0.300]
+    difference (paired, 95%)        +0.500 [+0.400, +0.600]
+    """
+    gain = found.difference
+    return [
+        _line(f"accuracy on {found.num_problems} problems", found.seen),
+        _line("with blank pictures", found.blank),
+        f"{'difference (paired, 95%)':<31} {gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]",
+    ]
+
+
+def _line(name: str, found: Interval) -> str:
+    return f"{name:<32} {found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"
+
+
+def _problems(split: str, count: int | None) -> Sequence[Problem]:
+    path = layout.PROBLEMS / "problems.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; run `dvc repro model` (or `make demo`)")
+    if count is not None and count < 1:
+        raise ValueError(f"--num must be at least 1, got {count}")
+    found = [p for p in data.read_problems(path, layout.IMAGES) if p.split == split]
+    if not found:
+        raise ValueError(f"--split {split}: {path} has no such problem")
+    return found[:count]
+
+
+def _plan(loaded: Params, *, is_greedy: bool) -> EvaluationPlan:
+    scoring = loaded.evaluate
+    plan = EvaluationPlan(
+        seed=derive(loaded.seed, "test"),
+        samples_per_problem=scoring.samples_per_problem,
+        temperature=scoring.temperature,
+        batch_size=scoring.batch_size,
+        bootstrap_samples=scoring.bootstrap_samples,
+    )
+    return replace(plan, samples_per_problem=1, temperature=0.0) if is_greedy else plan
