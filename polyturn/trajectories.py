@@ -11,8 +11,9 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, TypedDict, cast
+from typing import Literal, NotRequired, TypedDict, cast
 
 import numpy as np
 
@@ -67,6 +68,9 @@ class TrajectoryEntry(TypedDict):
     stop_reason: str
     error: str | None
     final_answer: str | None
+    reward_failures: NotRequired[list[str]]
+    tokens: NotRequired[dict[str, int]]  # by role, see TokenCounts
+    num_rewritten: NotRequired[int | None]
 
 
 class TrajectoryFileError(ValueError):
@@ -113,6 +117,9 @@ def to_record(
         "stop_reason": str(trajectory.stop_reason),
         "error": trajectory.error,
         "final_answer": None if last is None else final_answer(last),
+        "reward_failures": list(trajectory.reward_failures),
+        "tokens": asdict(trajectory.tokens),
+        "num_rewritten": trajectory.num_rewritten,
     }
 
 
