@@ -29,6 +29,11 @@ class Clock:
         self.times[name] = now - self._lap
         self._lap = now
 
+    def note(self, name: str, seconds: float) -> None:
+        """Note seconds that somebody else measured; 0 means that there was nothing to do."""
+        if seconds:
+            self.times[name] = seconds
+
     @property
     def hours(self) -> float:
         """Process hours (GPU hours, with a GPU per process) so far."""

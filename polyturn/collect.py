@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from polyturn.group_filters import load_filters, refusal
 from polyturn.metrics import Metrics
@@ -13,6 +14,7 @@ from polyturn.params import Params
 from polyturn.params.train import DynamicSamplingParams
 from polyturn.parts import Parts
 from polyturn.rollout import Attempt, Draw, RolloutSettings, attempts_of, rollout_attempts
+from polyturn.saved_rollouts import saved_groups
 from polyturn.schedule import draw_more, draw_problems
 from polyturn.seeds import derive
 from polyturn.types import Group, Problem
@@ -33,6 +35,14 @@ class Collected:
 
 
 async def collect(parts: Parts, params: Params, step: int) -> Collected:
+    """The groups of a step: read from train.debug.rollouts, or sampled; see `sample_rounds`."""
+    if params.train.debug.mode == "train_only":
+        groups = saved_groups(Path(params.train.debug.rollouts), step, parts.train)
+        return Collected(groups, groups, {})
+    return await sample_rounds(parts, params, step)
+
+
+async def sample_rounds(parts: Parts, params: Params, step: int) -> Collected:
     """Sample rounds of groups until rollout.prompts_per_step are acceptable or the budget of rounds is spent.
 
     A round is complete before its groups are looked at, and the first acceptable ones by index are kept, so that

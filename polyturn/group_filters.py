@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from polyturn.advantage import are_equal
 from polyturn.envs.base import load_object
 from polyturn.types import Group, Status
 
 
 def nonzero_std(group: Group) -> bool:
     """Whether the siblings' rewards differ: equal ones give no gradient (DAPO, arXiv:2503.14476, eq. 11)."""
-    return len({t.reward for t in group.trajectories if t.reward is not None}) > 1
+    return not are_equal([t.reward for t in group.trajectories if t.reward is not None])
 
 
 def no_aborted(group: Group) -> bool:

@@ -71,6 +71,7 @@ class TrajectoryEntry(TypedDict):
     reward_failures: NotRequired[list[str]]
     tokens: NotRequired[dict[str, int]]  # by role, see TokenCounts
     num_rewritten: NotRequired[int | None]
+    env_failures: NotRequired[dict[str, int]]  # see EnvFailures
 
 
 class TrajectoryFileError(ValueError):
@@ -120,6 +121,7 @@ def to_record(
         "reward_failures": list(trajectory.reward_failures),
         "tokens": asdict(trajectory.tokens),
         "num_rewritten": trajectory.num_rewritten,
+        "env_failures": asdict(trajectory.env_failures),
     }
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from polyturn.evaluate import EvaluationPlan, evaluate, evaluation_settings, summarize
 from polyturn.metrics import Metrics
 from polyturn.params import Params
-from polyturn.render import Renderer
+from polyturn.parts import Parts
 from polyturn.run_state import Best
-from polyturn.sampler.base import Sampler
 from polyturn.seeds import derive
-from polyturn.types import Problem
+from polyturn.types import Group
 
 
-async def validate(
-    problems: Sequence[Problem], sampler: Sampler, renderer: Renderer, params: Params, version: int
-) -> tuple[Best, Metrics]:
+async def validate(parts: Parts, params: Params, version: int) -> tuple[Best, Metrics]:
     """The policy's score and its eval/ metrics; the same seeds at every version, used for nothing else."""
     plan = EvaluationPlan(
         seed=derive(params.seed, "validation"),
@@ -25,7 +23,22 @@ async def validate(
         batch_size=params.train.eval_batch_size,
         bootstrap_samples=params.train.eval_bootstrap_samples,
     )
-    groups = await evaluate(problems, sampler, renderer, evaluation_settings(params), plan)
-    summary = summarize(groups, plan)
+    summary = summarize(await _groups(parts, params, plan), plan)
     score = Best(version, summary["accuracy"], summary["accuracy_low"])
     return score, {f"eval/{name}": value for name, value in summary.items()}
+
+
+async def _groups(parts: Parts, params: Params, plan: EvaluationPlan) -> Sequence[Group]:
+    """Every rank tries its part of the problems; all groups by index, on every rank."""
+    world = parts.world
+    numbers = world.owned(range(len(parts.validation)))
+    with world.together():
+        mine = await evaluate(
+            world.owned(parts.validation),
+            parts.sampler,
+            parts.renderer,
+            evaluation_settings(params),
+            plan,
+        )
+    numbered = [replace(group, index=number) for number, group in zip(numbers, mine, strict=True)]
+    return world.gather(numbered)
