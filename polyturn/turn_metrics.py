@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from polyturn.env_metrics import env_failure_metrics
 from polyturn.envs.tools import ToolCallError, parse_tool_calls
 from polyturn.types import Status, Trajectory
 
@@ -35,6 +36,7 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/repetition_frac": _mean([is_repetitive(t) for t in trajectories]),
         **_comparisons(trajectories),
         **_reward_by_turns(trajectories),
+        **env_failure_metrics(trajectories),
     }
 
 
