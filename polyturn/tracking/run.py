@@ -60,9 +60,19 @@ class Run:
             with self._speaking():
                 self._client.log_batch(self.run_id, params=flat[start : start + _PARAMS_PER_CALL])
 
-    def log_metrics(self, metrics: Mapping[str, float | None], step: int | None = None) -> None:
-        """Log all metrics of one step in one call; None and NaN (no measurement) are left out."""
-        now = int(time.time() * 1000)
+    def log_metrics(
+        self,
+        metrics: Mapping[str, float | None],
+        step: int | None = None,
+        *,
+        at_ms: int | None = None,
+    ) -> None:
+        """Log all metrics of one step in one call; None and NaN (no measurement) are left out.
+
+        `at_ms` is when the step was finished (Unix time; None: now). MLflow keeps one point of a name for equal
+        step, time and value, so that a step sent twice stands in the history once.
+        """
+        now = int(time.time() * 1000) if at_ms is None else at_ms
         shown = [
             Metric(_name(key), float(value), now, step or 0)
             for key, value in metrics.items()
@@ -118,6 +128,20 @@ class Run:
                 f"tracking.uri {self.store.addresses.uri!r} stopped answering or refused "
                 f"({str(error).splitlines()[0][:300]}); start the server and run again"
             ) from None
+
+
+def attach_run(tracking: TrackingParams, *, root: Path, run_id: str) -> Run:
+    """The run that another process opened and will end.
+
+    Raises:
+        TrackingError: see `polyturn.tracking.store.connect`.
+    """
+    store = connect(tracking, root)
+    try:
+        found = store.client.get_run(run_id)
+    except MlflowException as error:
+        raise TrackingError(f"run {run_id} is not in {store.addresses.uri}: {error}") from None
+    return Run(store, run_id, str(found.info.artifact_uri))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 
 from polyturn.params import Params, TrackingParams
 from polyturn.tracking import TrackingError, open_run
-from polyturn.tracking.run import flatten
+from polyturn.tracking.run import attach_run, flatten
 from tests.unit.tracking.stored import stored_runs
 
 TRACKING = TrackingParams()
@@ -41,6 +41,23 @@ def test_params_metrics_tags_datasets_and_artifacts_are_stored(project: Path):
     names = {file.path for file in client.list_artifacts(run.run_id)}
     assert names == {"curve.csv", "notes", "environment"}
     assert Path(run.artifact_uri.removeprefix("file://"), "curve.csv").read_text() == "step\n1\n"
+
+
+def test_a_step_sent_again_with_its_first_time_is_one_point(project: Path):
+    with open_run(TRACKING, root=project, name="train") as run:
+        for _ in range(2):
+            run.log_metrics({"rollout/reward": 0.25}, 1, at_ms=1_700_000_000_000)
+        run.log_metrics({"rollout/reward": 0.5}, 2, at_ms=1_700_000_000_500)
+        other = attach_run(TRACKING, root=project, run_id=run.run_id)
+        other.log_metrics({"rollout/reward": 0.5}, 2, at_ms=1_700_000_000_500)
+    history = run.store.client.get_metric_history(run.run_id, "rollout/reward")
+    assert [(m.step, m.value, m.timestamp - 1_700_000_000_000) for m in history] == [
+        (1, 0.25, 0),
+        (2, 0.5, 500),
+    ]
+    assert other.artifact_uri == run.artifact_uri
+    with pytest.raises(TrackingError, match="run 0000 is not in"):
+        attach_run(TRACKING, root=project, run_id="0000")
 
 
 def test_stage_runs_are_nested_below_their_parent(project: Path):
