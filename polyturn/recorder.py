@@ -7,11 +7,14 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from polyturn import trajectories
+from polyturn.debug import sample_entry
 from polyturn.envs.tools import ToolCall, parse_tool_calls
+from polyturn.journal import Entry, Journal
 from polyturn.metrics import Metrics, trajectories_of
 from polyturn.progress import Progress
 from polyturn.reward import extract_answer
@@ -20,13 +23,27 @@ from polyturn.types import Group, Json, TrainingSample
 logger = logging.getLogger(__name__)
 
 PICTURES = "png"
+_SHOWN = {  # beside the progress bar; a debug mode lacks some
+    "reward": "rollout/raw_reward",
+    "turns": "multi_turn/turns/mean",
+    "gap": "train/train_rollout_logprob_abs_diff",
+    "rollout_s": "perf/rollout_time",
+    "train_s": "perf/train_time",
+    "eval": "eval/accuracy",
+}
 
 
 class MetricsSink(Protocol):
     """Where metrics of a step go besides the files (an MLflow run)."""
 
-    def log_metrics(self, metrics: Mapping[str, float | None], step: int | None = None) -> None:
-        """Take the metrics of one step."""
+    def log_metrics(
+        self,
+        metrics: Mapping[str, float | None],
+        step: int | None = None,
+        *,
+        at_ms: int | None = None,
+    ) -> None:
+        """Take the metrics of one step, which was finished at `at_ms` (Unix time; None: now)."""
         ...
 
 
@@ -62,13 +79,16 @@ class Recorder:
     """Keeps a run's history (metrics without times, one mapping per step) and writes its trajectories.
 
     On resume `begin` brings both back to the checkpoint's step and sends the history to the new sink, so that
-    every step enters it once.
+    every step enters it once, with the time and the durations that the journal has of it. `is_main` False (the other
+    ranks of a run): the history is kept, and nothing is written.
     """
 
     directory: Path
     sink: MetricsSink
     progress: Progress
     history: list[Metrics] = field(default_factory=list)
+    journal: Journal = field(default_factory=partial(Journal, None))
+    is_main: bool = True
 
     @property
     def trajectory_dir(self) -> Path:
@@ -78,6 +98,8 @@ class Recorder:
     def begin(self, history: Sequence[Metrics]) -> None:
         """Start with the history of a checkpoint (empty: from scratch); later trajectory files are removed."""
         self.history = list(history)
+        if not self.is_main:
+            return
         self.trajectory_dir.mkdir(parents=True, exist_ok=True)
         for step in trajectories.list_steps(self.trajectory_dir):
             if step >= len(self.history):
@@ -85,13 +107,15 @@ class Recorder:
         if not self.history:
             shutil.rmtree(self.trajectory_dir / PICTURES, ignore_errors=True)
         for step, metrics in enumerate(self.history):
-            self.sink.log_metrics(metrics, step=step)
+            self._send(self.journal.enter(step, metrics, {}))
         self.progress.update(len(self.history))
 
     def rollout(
         self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
     ) -> None:
         """Write a step's trajectories and the pictures that its environments made."""
+        if not self.is_main:
+            return
         trajectories.write_step(self.trajectory_dir, step, records(groups, advantages, step))
         for trajectory in trajectories_of(groups):
             made = trajectory.images[len(trajectory.problem.images) :]
@@ -100,16 +124,11 @@ class Recorder:
     def step(self, step: int, metrics: Metrics, times: Mapping[str, float]) -> None:
         """Take a step's metrics; `times` (perf/...) go to the sink but not into the history."""
         self.history.append(metrics)
-        self.sink.log_metrics({**metrics, **times}, step=step)
-        shown = {
-            "reward": metrics["rollout/raw_reward"],
-            "turns": metrics["multi_turn/turns/mean"],
-            "gap": metrics["train/train_rollout_logprob_abs_diff"],
-            "rollout_s": times["perf/rollout_time"],
-            "train_s": times["perf/train_time"],
-        }
-        if "eval/accuracy" in metrics:
-            shown["eval"] = metrics["eval/accuracy"]
+        if not self.is_main:
+            return
+        self._send(self.journal.enter(step, metrics, times))
+        known = {**metrics, **times}
+        shown = {label: known[name] for label, name in _SHOWN.items() if name in known}
         self.progress.update(1, **shown)
         logger.debug(
             "step %d %s", step, " ".join(f"{key}={value:.4g}" for key, value in shown.items())
@@ -118,23 +137,19 @@ class Recorder:
     def end(self, step: int, metrics: Metrics) -> None:
         """Take the score of the last policy, which no rollout followed."""
         self.history.append(metrics)
-        self.sink.log_metrics(metrics, step=step)
+        if self.is_main:
+            self._send(self.journal.enter(step, metrics, {}, is_end=True))
+
+    def enters(self, phase: str, step: int) -> None:
+        """Say in the log what begins now, so that a run that was killed tells where it was."""
+        logger.debug("step %d: %s begins", step, phase)
+
+    def _send(self, entry: Entry) -> None:
+        self.sink.log_metrics({**entry.metrics, **entry.times}, step=entry.step, at_ms=entry.at_ms)
 
     def dump(self, step: int, samples: Sequence[TrainingSample], reason: str) -> Path:
         """Write the samples of a step that went wrong, for a look at them."""
         path = self.directory / f"nonfinite_step_{step:06d}.jsonl"
-        lines = [
-            json.dumps(
-                {
-                    "reason": reason,
-                    "advantage": sample.advantage,
-                    "token_ids": sample.token_ids.tolist(),
-                    "loss_mask": sample.loss_mask.tolist(),
-                    "logprobs": [float(value) for value in sample.logprobs],
-                    "images": [image.sha256 for image in sample.images],
-                }
-            )
-            for sample in samples
-        ]
+        lines = [json.dumps({"reason": reason, **sample_entry(sample)}) for sample in samples]
         path.write_text("\n".join(lines) + "\n")
         return path

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from polyturn import trajectories
+from polyturn.journal import Journal
 from polyturn.progress import Progress
 from polyturn.recorder import Recorder, records, tool_calls
 from polyturn.types import Group, Trajectory
@@ -85,6 +86,37 @@ def test_a_resumed_run_takes_the_history_over_and_drops_later_files(tmp_path: Pa
     assert second.history == first.history[:2]
     second.history.append({})
     assert len(first.history) == 3
+
+
+def test_a_resumed_run_sends_each_step_with_its_first_time_and_durations(tmp_path: Path) -> None:
+    """Killed after three steps, resumed from the checkpoint of two, the third is sampled again."""
+    path = tmp_path / "journal.jsonl"
+    first, sink = recorder(tmp_path)
+    first.journal = Journal(path, iter(range(100, 200)).__next__)
+    first.begin([])
+    for step in range(3):
+        first.step(step, {**STEP, "step": float(step)}, TIMES)
+    second, again = recorder(tmp_path)
+    second.journal = Journal(path, iter(range(900, 990)).__next__)
+    second.begin(first.history[:2])
+    for step in (2, 3):
+        second.step(step, {**STEP, "step": float(step)}, {"perf/rollout_time": 9.0})
+    second.end(4, {"eval/accuracy": 0.5})
+    assert again.steps[:3] == sink.steps
+    assert again.times_ms == [100, 101, 102, 900, 901]
+    assert again.steps[3][1]["perf/rollout_time"] == 9.0
+    assert len(second.history) == 5
+
+
+def test_other_ranks_keep_the_history_and_write_nothing(tmp_path: Path) -> None:
+    sink = tiny.Metrics()
+    other = Recorder(tmp_path, sink, Progress(10, "train"), is_main=False)
+    other.begin([{"a": 1.0}])
+    other.rollout(1, group(made=1), [[0.5, -0.5]])
+    other.step(1, dict(STEP), TIMES)
+    other.end(2, {"eval/accuracy": 0.5})
+    assert other.history == [{"a": 1.0}, STEP, {"eval/accuracy": 0.5}]
+    assert (list(tmp_path.iterdir()), sink.steps) == ([], [])
 
 
 def test_a_fresh_start_removes_what_an_earlier_one_left(tmp_path: Path) -> None:

@@ -260,6 +260,14 @@ class Metrics:
 
     def __init__(self) -> None:
         self.steps: list[tuple[int | None, Mapping[str, float | None]]] = []
+        self.times_ms: list[int | None] = []
 
-    def log_metrics(self, metrics: Mapping[str, float | None], step: int | None = None) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, float | None],
+        step: int | None = None,
+        *,
+        at_ms: int | None = None,
+    ) -> None:
         self.steps.append((step, metrics))
+        self.times_ms.append(at_ms)
