@@ -4,133 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from polyturn import grpo, model, run_state, trajectories
-from polyturn.candidates import Candidates
 from polyturn.checkpoint import CheckpointError
-from polyturn.envs.demonstration import Demonstration, Say
-from polyturn.grpo import Parts, TrainingError
+from polyturn.checks import TrainingError
 from polyturn.learner.base import UpdateStats
-from polyturn.learner.fsdp import FsdpLearner
 from polyturn.metrics import curve_csv
 from polyturn.model import Policy
-from polyturn.params import Params, PhaseParams, WarmstartParams
-from polyturn.progress import Progress
-from polyturn.recorder import Recorder
-from polyturn.render import Renderer
+from polyturn.params import Params
 from polyturn.rollout import FailureBudgetError
-from polyturn.run_state import Best
-from polyturn.sampler.hf import HfSampler
 from polyturn.schedule import lr_scale
-from polyturn.types import Problem, TrainingSample, Trajectory
-from polyturn.warmstart import ExampleSource, warm_start
+from polyturn.types import TrainingSample
+from polyturn.updates import run_updates
 from tests.unit import tiny
-
-TRAIN, VALIDATION = tiny.problems(6), tiny.problems(4, "validation")
-
-
-class Killed(BaseException):
-    """The process was killed here."""
-
-
-@dataclass
-class Run:
-    """A training run in a directory: its own copy of the policy, a real sampler and a real learner."""
-
-    directory: Path
-    params: Params
-    policy: Policy
-    sink: tiny.Metrics = field(default_factory=tiny.Metrics)
-    killed_after_step: int | None = None
-
-    def parts(self) -> Parts:
-        own = tiny.copy_of(self.policy)
-        self.candidates = Candidates(own, self.directory / "candidates")
-        renderer = Renderer(own)
-        learner = FsdpLearner(own, renderer, self.params.learner, self.params.loss, 1.0)
-        recorder = Recorder(self.directory, self.sink, Progress(self.params.train.steps, "train"))
-        self.learner, self.recorder, self.own = learner, recorder, own
-        if self.killed_after_step is not None:
-            record = recorder.step
-
-            def step(number: int, metrics: dict[str, float], times: dict[str, float]) -> None:
-                record(number, metrics, times)
-                if number == self.killed_after_step:
-                    raise Killed
-
-            recorder.step = step  # type: ignore[method-assign, assignment]
-        return Parts(
-            sampler=HfSampler(own, renderer, is_vision_frozen=self.params.learner.freeze_vision),
-            learner=learner,
-            renderer=renderer,
-            train=TRAIN,
-            validation=VALIDATION,
-            recorder=recorder,
-            checkpoints=self.directory / "checkpoints",
-            candidates=self.candidates,
-        )
-
-    def train(self, *, resume: bool = False) -> Best:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        return asyncio.run(grpo.train(self.parts(), self.params, resume=resume))
-
-    def published(self, best: Best) -> str:
-        """Digest of the weights that lie where the best policy is said to lie."""
-        path = self.candidates.path(best.version)
-        return model.weights_digest(model.load(self.params.model, path).model)
-
-    def files(self) -> dict[str, bytes]:
-        """Trajectory files and pictures."""
-        root = self.directory / "trajectories"
-        return {
-            str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()
-        }
+from tests.unit.loop import (
+    TRAIN,
+    VALIDATION,
+    Killed,
+    Run,
+    Validations,
+    loop_params,
+    taught_policy,
+)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def policy() -> Policy:
-    """Taught to end its replies, so that conversations have several turns."""
-    own = tiny.qwen3()
-    phase = PhaseParams(name="end", mix={"easy": 1.0}, batch_size=8, lr=5e-3, max_steps=12)
-    params = WarmstartParams(examples="tests.unit.test_grpo:short_reply", phases=(phase,))
-    warm_start(
-        own,
-        Renderer(own),
-        ExampleSource.load(params, TRAIN),
-        params,
-        seed=0,
-        on_step=lambda _: None,
-    )
-    return own
-
-
-def short_reply(kind: str, problem: Problem, rng: random.Random) -> Demonstration:
-    """A prompt like those of training and a reply of a few letters."""
-    return Demonstration(problem.messages, (Say("abcdefgh"[: rng.randint(1, 4)]),), kind)
+    return taught_policy()
 
 
 @pytest.fixture
 def params() -> Params:
-    """Four steps of 2 x 3 trajectories of up to 3 turns, each with a new picture, and a reward that differs."""
-    return tiny.params(
-        reward={"terms": [{"term": "tests.unit.test_grpo:parity"}]},
-        env={"build": "tests.unit.toy_envs:build_shower"},
-        rollout={"max_turns": 3, "max_new_tokens": 24},
-    )
-
-
-def parity(trajectory: Trajectory, problem: Problem) -> float:
-    """Whether the sampled ids sum to an even number, which they do half of the time."""
-    del problem
-    return float(int(trajectory.token_ids[trajectory.loss_mask == 1].sum()) % 2)
+    return loop_params()
 
 
 def test_resumed_run_has_the_bytes_of_one_never_stopped(
@@ -227,17 +138,6 @@ def test_a_finished_run_that_was_not_moved_into_place_ends_as_it_did(
     assert again.published(best) == run.published(best)
 
 
-class Validations:
-    """Stands in for the validation, whose scores a test then knows."""
-
-    def __init__(self, lows: Sequence[float]) -> None:
-        self.lows = list(lows)
-
-    async def __call__(self, *args: object) -> tuple[Best, dict[str, float]]:
-        low = self.lows.pop(0)
-        return Best(int(str(args[-1])), low + 0.1, low), {"eval/accuracy": low + 0.1}
-
-
 @pytest.mark.parametrize(
     ("lows", "best"),
     [([0.1, 0.3, 0.2], 2), ([0.3, 0.1, 0.2], 0), ([0.1, 0.2, 0.2], 4)],
@@ -272,7 +172,8 @@ def test_every_update_sees_its_part_of_the_samples_once(
 
     def update(chosen: Sequence[TrainingSample], **how: object) -> UpdateStats:
         seen.append(len(chosen))
-        assert how == {"lr_scale": lr_scale(1, params.learner), "is_on_policy": False}
+        rate = lr_scale(1, params.learner)
+        assert how == {"lr_scale": rate, "is_on_policy": False, "old_logprobs": None}
         for sample in chosen:
             (index,) = [i for i, other in enumerate(samples) if other is sample]
             order.append(index)
@@ -280,12 +181,12 @@ def test_every_update_sees_its_part_of_the_samples_once(
 
     order: list[int] = []
     parts.learner.update = update  # type: ignore[method-assign, assignment]
-    stats = grpo._update(parts, params, 1, samples)
+    stats = run_updates(parts, params, 1, samples)
     assert len(stats) == 2
     assert seen == [4, 3]
     assert sorted(order) == list(range(7))
     assert order != list(range(7))
-    assert grpo._update(parts, params, 1, []) == []
+    assert run_updates(parts, params, 1, []) == []
 
 
 def test_one_update_per_rollout_is_on_policy(
@@ -339,7 +240,7 @@ def test_non_finite_numbers_stop_the_run_and_leave_the_samples(
     with pytest.raises(
         TrainingError, match=r"step 3: loss .*; the samples are in .*lower learner.lr"
     ):
-        grpo._update(parts, params, 3, [bad])
+        run_updates(parts, params, 3, [bad])
     assert model.weights_digest(run.own.model) == before
     (line,) = (tmp_path / "nonfinite_step_000003.jsonl").read_text().splitlines()
     dumped = json.loads(line)
@@ -369,9 +270,7 @@ def test_groups_without_variance_take_no_update(
 ) -> None:
     equal = params.model_copy(
         update={
-            "reward": tiny.params(
-                reward={"terms": [{"term": "tests.unit.test_grpo:nothing"}]}
-            ).reward,
+            "reward": tiny.params(reward={"terms": [{"term": "tests.unit.loop:nothing"}]}).reward,
             "train": params.train.model_copy(update={"steps": 1}),
         }
     )
@@ -383,25 +282,18 @@ def test_groups_without_variance_take_no_update(
     assert metrics["rollout/zero_std/count"] == 2.0
 
 
-def nothing(trajectory: Trajectory, problem: Problem) -> float:
-    """A reward that is 0 for all."""
-    del trajectory, problem
-    return 0.0
-
-
 def test_checkpoint_state_is_the_history_and_the_best_so_far(
     policy: Policy, params: Params, tmp_path: Path
 ) -> None:
     run = Run(tmp_path, params, policy)
     best = run.train()
-    loaded: list[Path] = []
-    state = run_state.start(tmp_path / "checkpoints", loaded.append, num_steps=4, resume=True)
+    fresh = Run(tmp_path, params, tiny.qwen3(seed=5))
+    fresh.parts()
+    state = run_state.start(fresh.checkpoints, fresh.learner.load, num_steps=4, resume=True)
     assert state.step == 4
     assert state.best.version in (0, 2)  # the last policy is scored after the last checkpoint
     assert state.best.accuracy_low <= best.accuracy_low
     assert state.history == run.recorder.history[:4]
-    assert [path.name for path in loaded] == ["step_000004"]
-    weights = torch.load(loaded[0] / "learner.pt", weights_only=True)["model"]
-    own = run.own.model.state_dict()
-    assert all(torch.equal(value, own[name]) for name, value in weights.items())
+    assert state.hours > 0
+    assert model.weights_digest(fresh.own.model) == model.weights_digest(run.own.model)
     assert np.isfinite(list(state.history[-1].values())).all()
