@@ -1,56 +1,41 @@
 """GRPO (arXiv:2402.03300), top to bottom: sample groups, grade, compare siblings, update, repeat.
 
 Every random choice derives from (seed, step), so a resumed step is sampled again from its start and comes out the
-same. Not in this version: KL to a reference, dynamic sampling, several processes.
+same. Every rank of a run runs this file: groups are sampled by the rank that owns them and then known to all, so that
+all ranks compute the same advantages, metrics and decisions.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
-
-from polyturn import run_state
+from polyturn import debug, run_state, stop_rules
 from polyturn.advantage import advantages_of
-from polyturn.candidates import Candidates
-from polyturn.learner.base import Learner, NonFiniteError, UpdateStats
+from polyturn.checks import check_gap, check_updates
+from polyturn.clock import Clock
+from polyturn.collect import collect
 from polyturn.metrics import Metrics, rollout_metrics, update_metrics
 from polyturn.params import Params
-from polyturn.recorder import Recorder
-from polyturn.render import Renderer
-from polyturn.rollout import Draw, RolloutSettings, rollout
+from polyturn.parts import Parts
 from polyturn.run_state import Best, RunState
-from polyturn.sampler.base import Sampler
 from polyturn.samples import probe, with_gradient
-from polyturn.schedule import draw_problems, lr_scale
-from polyturn.seeds import derive
-from polyturn.types import Group, Problem, TrainingSample
+from polyturn.stop_rules import Stopped
+from polyturn.types import Group
+from polyturn.updates import run_updates
 from polyturn.validation import validate
 
 
-class TrainingError(RuntimeError):
-    """Training stopped; the message says at which step and what to do."""
-
-
 @dataclass(frozen=True)
-class Parts:
-    """What a training run is put together from."""
+class TrainingOutcome:
+    """The published policy, the best by the lower bound of its validation interval; `stopped`: before train.steps."""
 
-    sampler: Sampler
-    learner: Learner
-    renderer: Renderer
-    train: Sequence[Problem]
-    validation: Sequence[Problem]
-    recorder: Recorder
-    checkpoints: Path
-    candidates: Candidates
+    best: Best
+    stopped: Stopped | None = None
 
 
-async def train(parts: Parts, params: Params, *, resume: bool) -> Best:
-    """Run the loop and return the published policy: the best by the lower bound of its validation interval.
+async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcome:
+    """Run the loop until train.steps, a stop rule or a stop request, and publish the best policy.
 
     Raises:
         TrainingError: non-finite loss or gradients (samples are dumped), sampler and learner too far apart.
@@ -61,91 +46,77 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> Best:
         parts.checkpoints, parts.learner.load, num_steps=params.train.steps, resume=resume
     )
     parts.recorder.begin(state.history)
-    best = state.best
-    parts.sampler.update_weights(parts.learner.export_weights(), state.step)
-    for step in range(state.step, params.train.steps):
+    best, step, stopped = state.best, state.step, None
+    clock = Clock(state.hours, parts.world.size)
+    parts.sampler.update_weights(parts.learner.export_weights(), step)
+    while step < params.train.steps:
+        if stopped := _stop(parts, params, step, clock.hours):
+            break
         metrics: Metrics = {}
+        clock.begin_step()
         if step % params.train.eval_every == 0:
             best = await _score(parts, params, step, best, metrics)
-        started = time.monotonic()
-        groups = await _sample(parts, params, step)
-        sampled = time.monotonic()
-        advantages = advantages_of(groups, params.loss)
-        gap = parts.learner.logprob_gap(probe(groups))
-        _check_gap(gap, params, step)
-        samples = with_gradient(
-            groups, advantages, keeps_zeros=params.loss.trains_without_advantage
-        )
-        updates = _update(parts, params, step, samples)
-        updated = time.monotonic()
-        parts.sampler.update_weights(parts.learner.export_weights(), step + 1)
-        metrics |= rollout_metrics(groups, seed=step) | update_metrics(updates, gap=gap)
-        times = {"perf/rollout_time": sampled - started, "perf/train_time": updated - sampled}
-        parts.recorder.rollout(step, groups, advantages)
-        parts.recorder.step(step, metrics, times)
-        if (step + 1) % params.train.checkpoint_every == 0:
-            now = RunState(step=step + 1, best=best, history=parts.recorder.history)
-            run_state.save(parts.checkpoints, now, parts.learner.save)
-            parts.candidates.prune(run_state.best_versions(parts.checkpoints))
+            clock.lap("perf/eval_time")
+        parts.recorder.enters("rollout", step)
+        clock.note("perf/offload_time", parts.learner.offload())
+        groups = await collect(parts, params, step)
+        clock.note("perf/onload_time", parts.learner.onload())
+        clock.lap("perf/rollout_time")
+        advantages = advantages_of(groups.kept, params.loss)
+        metrics |= rollout_metrics(groups.sampled, seed=step) | groups.metrics
+        if params.train.debug.mode != "rollout_only":
+            metrics |= _learn(parts, params, step, groups.kept, advantages)
+            clock.lap("perf/train_time")
+            parts.sampler.update_weights(parts.learner.export_weights(), step + 1)
+        parts.recorder.rollout(step, groups.kept, advantages)
+        parts.recorder.step(step, metrics, clock.times)
+        step += 1
+        if step % params.train.checkpoint_every == 0:
+            now = RunState(step=step, best=best, history=parts.recorder.history, hours=clock.hours)
+            run_state.save(parts.checkpoints, now, parts.learner.snapshot, parts.candidates)
     metrics = {}
-    best = await _score(parts, params, params.train.steps, best, metrics)
-    parts.recorder.end(params.train.steps, metrics)
-    return best
+    best = await _score(parts, params, step, best, metrics)
+    parts.recorder.end(step, metrics)
+    return TrainingOutcome(best, stopped)
 
 
-async def _sample(parts: Parts, params: Params, step: int) -> list[Group]:
-    problems = draw_problems(
-        parts.train, params.rollout.prompts_per_step, seed=params.seed, step=step
+def _stop(parts: Parts, params: Params, step: int, hours: float) -> Stopped | None:
+    """Whether a rule or somebody ends the run here; rank 0's clock and files decide for all."""
+    reason = parts.stop_request() or stop_rules.reason_to_stop(
+        parts.recorder.history, hours, params.train.stop
     )
-    draw = Draw(
-        derive(params.seed, "rollout", step), params.rollout.group_size, params.rollout.temperature
-    )
-    return await rollout(problems, parts.sampler, parts.renderer, RolloutSettings.of(params), draw)
+    reason = parts.world.broadcast(reason)
+    return None if reason is None else Stopped(step, reason)
 
 
 async def _score(parts: Parts, params: Params, version: int, best: Best, metrics: Metrics) -> Best:
     """Validate the present policy, add to `metrics`, publish it if no earlier one has a better lower bound."""
-    score, scored = await validate(parts.validation, parts.sampler, parts.renderer, params, version)
-    metrics |= scored
+    if params.train.debug.mode == "train_only":  # nothing is sampled: the last policy is published
+        score = debug.unscored(version)
+    else:
+        parts.recorder.enters("evaluation", version)
+        parts.learner.offload()
+        score, scored = await validate(parts, params, version)
+        parts.learner.onload()
+        metrics |= scored
     if score.accuracy_low < best.accuracy_low:
         return best
-    parts.candidates.publish(version)
+    parts.candidates.publish(version, parts.learner.export_weights())
     return score
 
 
-def _update(
-    parts: Parts, params: Params, step: int, samples: Sequence[TrainingSample]
-) -> list[UpdateStats]:
-    """Split the samples at random into updates; a single one is on-policy, several are clipped against the sampler."""
-    number = params.train.updates_per_rollout
-    order = np.random.default_rng(derive(params.seed, "updates", step)).permutation(len(samples))
-    updates: list[UpdateStats] = []
-    for part in range(number):
-        chosen = [samples[int(index)] for index in order[part::number]]
-        if chosen:
-            updates.append(_checked_update(parts, params, step, chosen))
-    return updates
-
-
-def _check_gap(gap: float, params: Params, step: int) -> None:
-    if not gap <= params.train.max_logprob_gap:
-        raise TrainingError(
-            f"step {step}: sampler and learner differ by {gap:.3f} nats a token, more than "
-            f"train.max_logprob_gap {params.train.max_logprob_gap}; check that both see the same pictures and weights"
-        )
-
-
-def _checked_update(
-    parts: Parts, params: Params, step: int, samples: Sequence[TrainingSample]
-) -> UpdateStats:
-    is_on_policy = params.train.updates_per_rollout == 1
-    try:
-        return parts.learner.update(
-            samples, lr_scale=lr_scale(step, params.learner), is_on_policy=is_on_policy
-        )
-    except NonFiniteError as error:
-        path = parts.recorder.dump(step, samples, str(error))
-        raise TrainingError(
-            f"step {step}: {error}; the samples are in {path}; lower learner.lr, now {params.learner.lr}, "
-            "or look for a broken reward"
-        ) from None
+def _learn(
+    parts: Parts,
+    params: Params,
+    step: int,
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[float | None]],
+) -> Metrics:
+    """Compare sampler and learner, then update on every trajectory that carries a gradient."""
+    parts.recorder.enters("update", step)
+    gap = parts.learner.logprob_gap(probe(groups))
+    alarm = check_gap(gap, params.train, step)
+    samples = with_gradient(groups, advantages, keeps_zeros=params.loss.trains_without_advantage)
+    updates = run_updates(parts, params, step, samples)
+    check_updates(updates, params, step)
+    return update_metrics(updates, gap=gap) | alarm
