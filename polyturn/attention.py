@@ -45,7 +45,7 @@ class Packing:
     Padded, longest first, in batches of similar length:
 
         >>> packing.shapes, packing.padded_gather.tolist(), packing.padded_scatter.tolist()
-        ([(2, 4)], [0, 1, 3, 4, 0, 1, 2, 0], [0, 1, 6, 2, 3])
+        ([(1, 4), (1, 3)], [0, 1, 3, 4, 0, 1, 2], [4, 5, 6, 2, 3])
     """
 
     spans: tuple[Span, ...]
