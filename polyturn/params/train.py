@@ -63,6 +63,9 @@ class TrainParams(Section):
     eval_batch_size: PositiveInt = 128  # trajectories of a score sampled together
     eval_bootstrap_samples: PositiveInt = 2000  # behind a score's interval
     checkpoint_every: PositiveInt = 20
+    keep_checkpoints: PositiveInt = 2  # of the newest; older ones are removed
+    # Of the published policy's files; null: as the weights are trained.
+    export_dtype: Literal["float32", "bfloat16"] | None = None
     resume: str = (
         "auto"  # auto: continue an equal key; never: start anew; RUN_ID: continue that run
     )
