@@ -151,9 +151,14 @@ def _report(chosen: argparse.Namespace) -> int:
 
 
 def _view(chosen: argparse.Namespace) -> int:
-    from polyturn import view
+    from polyturn import layout, params, view
 
-    print(view.view(Path(chosen.source), chosen.out, steps=chosen.steps))
+    source = Path(chosen.source)
+    if not source.exists():
+        from polyturn.tracking.locate import locate
+
+        source = locate(chosen.source, params.load(layout.PARAMS), Path.cwd())
+    print(view.view(source, chosen.out, steps=chosen.steps))
     return 0
 
 

@@ -184,6 +184,18 @@ def list_steps(directory: Path) -> list[int]:
     )
 
 
+def thin(steps: Sequence[int], count: int) -> list[int]:
+    """`count` of the steps, evenly spaced, with the first and the last.
+
+    >>> thin([0, 1, 2, 3, 4, 5, 6], 3)
+    [0, 3, 6]
+    """
+    if count >= len(steps):
+        return list(steps)
+    last = len(steps) - 1
+    return [steps[round(index * last / max(1, count - 1))] for index in range(count)]
+
+
 def save_pictures(directory: Path, images: Iterable[ImageRecord]) -> None:
     """Write each picture's PNG as `directory`/<sha256>.png unless it is there already."""
     for image in images:

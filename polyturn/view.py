@@ -11,10 +11,12 @@ from pathlib import Path
 from markupsafe import Markup
 
 from polyturn import layout, trajectories
+from polyturn.pictures import Pictures
 from polyturn.report.data import picture_directories
-from polyturn.report.trajectories import TEMPLATES, Pictures, Shown, TokenReader, show
+from polyturn.report.trajectories import TEMPLATES, Shown, TokenReader, show
 from polyturn.report.write import write_page
 from polyturn.trajectories import TrajectoryEntry
+from polyturn.trajectory_times import Times, read_times
 
 MAX_TRAJECTORIES = 400  # of a page; more steps are thinned out evenly, and the page says so
 
@@ -30,6 +32,7 @@ class ShownGroup:
     title: str
     step: int
     siblings: Sequence[Shown]
+    times: Times  # seconds in the environment, by (group, sibling); may be empty
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,14 @@ def view(source: Path, out: Path, *, steps: Sequence[int] | None = None) -> Path
         TrajectoryFileError: a file cannot be read.
     """
     loaded = load(source, steps)
-    root = _root_of(source)
-    reader = TokenReader(root / layout.POLICY / "tokenizer.json" if root else None)
+    directory, root = _directory_of(source), _root_of(source)
+    reader = TokenReader(_tokenizer(directory, root))
+    times = {step: read_times(directory, step) for step in loaded.shown_steps}
     groups = [
-        _group(list(entries), reader) for _, entries in groupby(loaded.entries, key=_group_key)
+        _group(list(entries), reader, times.get(step, {}))
+        for (step, _), entries in groupby(loaded.entries, key=_group_key)
     ]
-    directories = [_directory_of(source) / "png", *(picture_directories(root) if root else [])]
+    directories = [directory / "png", *(picture_directories(root) if root else [])]
     addresses = _addresses(loaded.entries, Pictures(directories))
 
     def source_of(sha256: str) -> Markup | None:
@@ -69,6 +74,7 @@ def view(source: Path, out: Path, *, steps: Sequence[int] | None = None) -> Path
         addresses=addresses,
         shown_steps=loaded.shown_steps,
         num_steps=len(loaded.all_steps),
+        rewards=_reward_range(loaded.entries),
         verdicts=_present(shown.verdict for group in groups for shown in group.siblings),
         statuses=_present(entry["status"] for entry in loaded.entries),
         num_trajectories=len(loaded.entries),
@@ -99,21 +105,10 @@ def load(source: Path, steps: Sequence[int] | None = None) -> Loaded:
             f"{directory} has no steps {missing}; it has {known[0]} to {known[-1]} ({len(known)} files)"
         )
     first = trajectories.read_step(directory, known[0])
-    shown = sorted(steps) if steps else _thin(known, max(1, MAX_TRAJECTORIES // max(1, len(first))))
+    most = max(1, MAX_TRAJECTORIES // max(1, len(first)))
+    shown = sorted(steps) if steps else trajectories.thin(known, most)
     entries = [entry for step in shown for entry in trajectories.read_step(directory, step)]
     return Loaded(sorted(entries, key=_order), known, shown)
-
-
-def _thin(known: Sequence[int], count: int) -> list[int]:
-    """`count` of the steps, evenly spaced, with the first and the last.
-
-    >>> _thin([0, 1, 2, 3, 4, 5, 6], 3)
-    [0, 3, 6]
-    """
-    if count >= len(known):
-        return list(known)
-    last = len(known) - 1
-    return [known[round(index * last / max(1, count - 1))] for index in range(count)]
 
 
 def _order(entry: TrajectoryEntry) -> tuple[int, int, int]:
@@ -124,14 +119,19 @@ def _group_key(entry: TrajectoryEntry) -> tuple[int, int]:
     return entry["step"], entry["group"]
 
 
-def _group(entries: Sequence[TrajectoryEntry], reader: TokenReader) -> ShownGroup:
+def _group(entries: Sequence[TrajectoryEntry], reader: TokenReader, times: Times) -> ShownGroup:
     first = entries[0]
     rewards = [entry["reward"] for entry in entries]
     known = [reward for reward in rewards if reward is not None]
     mean = f", mean {sum(known) / len(known):.2f}" if len(known) > 1 else ""
     said = " ".join("none" if reward is None else f"{reward:g}" for reward in rewards)
     title = f"Step {first['step']}, {first['problem_id']}: reward {said}{mean}"
-    return ShownGroup(title, first["step"], [show(entry, reader) for entry in entries])
+    return ShownGroup(title, first["step"], [show(entry, reader) for entry in entries], times)
+
+
+def _reward_range(entries: Sequence[TrajectoryEntry]) -> tuple[float, float]:
+    known = [entry["reward"] for entry in entries if entry["reward"] is not None]
+    return (min(known), max(known)) if known else (0.0, 0.0)
 
 
 def _present(values: Iterable[str]) -> list[str]:
@@ -153,6 +153,14 @@ def _root_of(source: Path) -> Path | None:
         if (candidate / layout.POLICY / "tokenizer.json").exists():
             return candidate
     return None
+
+
+def _tokenizer(directory: Path, root: Path | None) -> Path | None:
+    """The tokenizer that lies beside the files, else the one of the run directory's policy."""
+    beside = directory / "tokenizer.json"
+    if beside.exists():
+        return beside
+    return root / layout.POLICY / "tokenizer.json" if root else None
 
 
 def _addresses(entries: Iterable[TrajectoryEntry], pictures: Pictures) -> dict[str, str]:

@@ -12,9 +12,9 @@ from typing import cast
 
 from polyturn import layout, tracking
 from polyturn.params import Params
+from polyturn.pictures import Pictures
 from polyturn.report.data import picture_directories, read_run
 from polyturn.report.page import choose
-from polyturn.report.trajectories import Pictures
 from polyturn.report.write import write_report
 from polyturn.statistics import Interval
 from polyturn.tracking import environment, lineage, registry, traces

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from polyturn.params.fields import NonNegativeFloat, PositiveFloat, Section
+from polyturn.params.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
 
 
 class RegistryParams(Section):
@@ -25,6 +25,11 @@ class TrackingParams(Section):
     experiment: str = "polyturn"
     artifact_location: str | None = None  # None: mlartifacts beside the SQLite file
     timeout_s: PositiveFloat = 10.0  # how long an unreachable server is waited for
+    traces_per_step: NonNegativeInt = (
+        2  # trajectories of a training step logged as traces, 0.15 s each
+    )
+    # Step files of a training run kept as its artifacts, evenly spaced, for `polyturn view RUN_ID`.
+    trajectory_files: NonNegativeInt = 8
 
 
 class DoctorParams(Section):

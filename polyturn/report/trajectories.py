@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -101,21 +100,6 @@ class TokenReader:
         if token_id in self._special:
             return self._tokenizer.id_to_token(token_id) or str(token_id), True
         return self._tokenizer.decode([token_id], skip_special_tokens=False), False
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """PNGs by content hash, from the directories where stages leave them."""
-
-    directories: Sequence[Path]
-
-    def data_uri(self, sha256: str) -> str | None:
-        """The picture as a data URI; None where it is nowhere."""
-        for directory in self.directories:
-            path = directory / f"{sha256}.png"
-            if path.exists():
-                return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-        return None
 
 
 def show(entry: TrajectoryEntry, reader: TokenReader) -> Shown:

@@ -8,9 +8,10 @@ from markupsafe import Markup
 
 from polyturn import layout
 from polyturn.data.files import atomic_path
+from polyturn.pictures import Pictures
 from polyturn.report.data import picture_directories, read_run
 from polyturn.report.page import build_page
-from polyturn.report.trajectories import TEMPLATES, Pictures, TokenReader
+from polyturn.report.trajectories import TEMPLATES, TokenReader
 
 
 def write_report(root: Path) -> Path:

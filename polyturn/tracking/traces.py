@@ -49,7 +49,12 @@ def _log(run: Run, entry: TrajectoryEntry, label: str, picture: PictureUri) -> s
         name=entry["problem_id"],
         span_type=SpanType.AGENT,
         inputs={"messages": [_message("user", entry["problem"], shown, picture)]},
-        tags={"policy": label, "status": entry["status"], "stop_reason": entry["stop_reason"]},
+        tags={
+            "policy": label,
+            "step": str(entry["step"]),
+            "status": entry["status"],
+            "stop_reason": entry["stop_reason"],
+        },
         metadata={TraceMetadataKey.SOURCE_RUN: run.run_id},
         experiment_id=run.store.experiment_id,
     )
