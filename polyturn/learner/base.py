@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from polyturn.types import TrainingSample
 
 if TYPE_CHECKING:
     import torch
+
+Logprobs = npt.NDArray[np.float32]  # [T] of one sample, 0 where it is not trained
 
 
 class NonFiniteError(RuntimeError):
@@ -32,16 +37,33 @@ class UpdateStats:
 
 
 class Learner(Protocol):
-    """What trains: FSDP2 (also one CPU process) or Megatron-Core."""
+    """What trains: FSDP2 (also one CPU process) or Megatron-Core.
+
+    Every rank calls every method, with all samples; each takes its share and all return the same.
+    """
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the policy's own modules are trained in place, so that a sampler may use them as they are."""
+        ...
 
     def update(
-        self, samples: Sequence[TrainingSample], *, lr_scale: float, is_on_policy: bool
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        lr_scale: float,
+        is_on_policy: bool,
+        old_logprobs: Sequence[Logprobs] | None = None,
     ) -> UpdateStats:
-        """One optimizer update over `samples`; see the implementation for `is_on_policy`.
+        """One optimizer update over `samples`; see the implementation for `is_on_policy` and `old_logprobs`.
 
         Raises:
             NonFiniteError: loss or gradients are not finite; the weights are as before.
         """
+        ...
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        """The present policy's logprobs of the trained tokens of each sample."""
         ...
 
     def logprob_gap(self, samples: Sequence[TrainingSample]) -> float:
@@ -49,13 +71,28 @@ class Learner(Protocol):
         ...
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters under their Hugging Face names (collective)."""
+        """All parameters, whole, under their Hugging Face names; every rank has to take them all."""
+        ...
+
+    def offload(self) -> float:
+        """Free the GPU for sampling; seconds that it took, 0 where learner.offload does not apply."""
+        ...
+
+    def onload(self) -> float:
+        """Undo `offload`; seconds that it took."""
         ...
 
     def save(self, directory: Path) -> None:
         """Write weights and optimizer state."""
         ...
 
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy weights and optimizer state to host memory now; what is returned writes them.
+
+        It may run in a background thread, on every rank, one at a time.
+        """
+        ...
+
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote."""
+        """Read what `save` wrote, on any number of ranks."""
         ...

@@ -1,149 +1,272 @@
-"""The learner in plain PyTorch: one process, AdamW on the Hugging Face modules.
+"""The learner: AdamW on the Hugging Face modules, in one process or sharded over ranks with FSDP2.
 
-Sharding over several processes (fully_shard) is not in this version: learner.num_processes must be 1.
+Every rank gets all samples of an update and takes its share, so that denominators are those of the whole update
+and the split is the same everywhere without talking. In one process and float32 nothing is sharded: the policy's own
+modules are trained in place.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from polyturn import vision
-from polyturn.batching import collate, micro_batches
-from polyturn.learner.base import NonFiniteError, UpdateStats
-from polyturn.learner.scoring import gradient_norm, score_batch, trained
+from polyturn.learner import lora
+from polyturn.learner.base import Logprobs, NonFiniteError, UpdateStats
+from polyturn.learner.export import exported
+from polyturn.learner.offload import HostCopy
+from polyturn.learner.placement import Placement
+from polyturn.learner.scorer import Reference, frozen_copy
+from polyturn.learner.scoring import trained
+from polyturn.learner.sharding import whole
+from polyturn.learner.shares import Share, Splitter, is_scored, spread
+from polyturn.learner.state import LearnerState
 from polyturn.loss import LossInputs, MetricSums, merged, policy_loss, token_weights
 from polyturn.memory import lowered_by
 from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
 from polyturn.render import Renderer
-from polyturn.types import Batch, TrainingSample
+from polyturn.seeds import derive
+from polyturn.types import TrainingSample
+from polyturn.world import ONE, World
 
-STATE_FILE = "learner.pt"
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class FsdpLearner:
-    """Trains a policy in place; see the module docstring for its limits."""
+    """Trains a policy; see the module docstring. `seed` is of the initial adapters, `device` None that of the policy."""
 
     policy: Policy
     renderer: Renderer
     params: LearnerParams
     loss: LossParams
     temperature: float
+    seed: int = 0
+    world: World = ONE
+    device: torch.device | None = None
 
     def __post_init__(self) -> None:
-        if self.params.num_processes != 1:
-            raise ValueError(
-                f"learner.num_processes is {self.params.num_processes}; this version trains in one process, set it to 1"
-            )
-        self._tower = vision.TowerInTraining(self.policy)
-        self._tower.freeze(self.params.freeze_vision)
-        self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
+        model = self.policy.model
+        self._device = self.device or model.device
+        self._place = Placement(self.params, self.temperature, self.world.size, self._device)
+        has_copy = self.loss.needs_reference and self.params.lora is None
+        is_frozen = self._place.is_tower_frozen
+        twin = frozen_copy(self.policy, shares_tower=is_frozen) if has_copy else None
+        self._splitter = Splitter(
+            self.renderer,
+            self.world,
+            self._device,
+            self.params.micro_batch_tokens,
+            0.0 if is_frozen else vision.patch_cost(self.policy),
+        )
+        self._scorer = self._place.trained(self.policy, seed=derive(self.seed, "lora"))
+        # At once: between a forward pass and its backward pass the root's parameters are others.
+        self.parameters = dict(model.named_parameters())
+        self._names = dict(model.named_parameters(remove_duplicate=False))
+        self._trained = [p for p in self.parameters.values() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._parameters,
+            self._trained,
             lr=self.params.lr,
             betas=self.params.betas,
             weight_decay=self.params.weight_decay,
+            fused=True if self._device.type == "cuda" else None,
         )
+        self._reference: Reference | None = None
+        if twin is not None:
+            tower = self._scorer.tower if is_frozen else None
+            self._reference = Reference(self._place.frozen(twin, tower), is_without_adapters=False)
+        elif self.loss.needs_reference:
+            self._reference = Reference(self._scorer, is_without_adapters=True)
+        self._state = LearnerState(self._saved(), self._optimizer, self._writers())
+        self._host = HostCopy()
+        self._offloads = self.params.offload and self._device.type == "cuda"
+        if self.params.offload and not self._offloads:
+            logger.warning("learner.offload: true does nothing on %s, only on a GPU", self._device)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the policy's own modules are trained in place, so that a sampler may use them as they are."""
+        return not self._place.is_sharded and self.params.lora is None
+
+    # -- training ---------------------------------------------------------------------------------------------
 
     def update(
-        self, samples: Sequence[TrainingSample], *, lr_scale: float, is_on_policy: bool
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        lr_scale: float,
+        is_on_policy: bool,
+        old_logprobs: Sequence[Logprobs] | None = None,
     ) -> UpdateStats:
-        """One optimizer update over `samples` in micro-batches; the result does not depend on their size.
+        """One optimizer update over `samples`; the result does not depend on micro-batches, nor on ranks but by rounding.
 
         With `is_on_policy` the old logprobs are the learner's own, detached (the ratio is 1 and its gradient that
-        of the policy gradient); else they are the sampler's.
+        of the policy gradient); else they are `old_logprobs`, one array for each sample, or without these the
+        sampler's.
 
         Raises:
-            NonFiniteError: loss or gradients are not finite; the weights are as before.
+            NonFiniteError: loss, a metric of it or gradients are not finite, on every rank; weights are as before.
         """
-        lengths = torch.tensor([int(sample.loss_mask.sum()) for sample in samples])
+        lengths = torch.tensor([int(is_scored(sample).sum()) for sample in samples])
         weights = token_weights(lengths, self.loss).tolist()
         learning_rate = self.params.lr * lr_scale
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.zero_grad(set_to_none=True)
         parts: list[MetricSums] = []
-        for indices in micro_batches(samples, self.params.micro_batch_tokens):
-            batch = collate(
-                [samples[i] for i in indices], [weights[i] for i in indices], self.renderer
-            )
+        for share in self._splitter.shares(samples, weights):
+            old = None
+            if old_logprobs is not None:
+                old = self._splitter.gathered(samples, old_logprobs, share.indices)
             with lowered_by(
                 "training", {"learner.micro_batch_tokens": self.params.micro_batch_tokens}
             ):
-                parts.append(self._accumulate(batch, is_on_policy=is_on_policy))
-        metrics = merged(parts).values()
+                parts.append(self._accumulate(share, old, is_on_policy=is_on_policy))
+        sums = merged(parts)
+        metrics = (sums.all_reduced() if self.world.size > 1 else sums).values()
         num_tokens = int(lengths.sum())
-        norm = gradient_norm(self._parameters, self.params.grad_clip)
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
+        norm = self._clip_gradients()
+        wrong = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+        if wrong or not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteError(f"loss {metrics['loss']}, gradient norm {norm}")
+            told = f"; not finite: {', '.join(wrong)}" if wrong else ""
+            raise NonFiniteError(f"loss {metrics['loss']}, gradient norm {norm}{told}")
         if num_tokens:
             self._optimizer.step()
         return UpdateStats(
             grad_norm=norm, lr=learning_rate, num_tokens=num_tokens, loss_metrics=metrics
         )
 
-    @torch.no_grad()
-    def logprob_gap(self, samples: Sequence[TrainingSample]) -> float:
-        """Mean |learner - sampler| logprob over the trained tokens (0 if there are none), without training."""
-        total, num_tokens = 0.0, 0
-        for indices in micro_batches(samples, self.params.micro_batch_tokens):
-            batch = collate([samples[i] for i in indices], [0.0] * len(indices), self.renderer)
-            features = self._tower.features(batch.images)
-            scores = score_batch(self.policy, batch, features, self.temperature)
-            total += float((scores.logprobs - trained(batch, batch.logprobs)).abs().sum())
-            num_tokens += len(scores.logprobs)
-        return total / max(1, num_tokens)
-
-    def _accumulate(self, batch: Batch, *, is_on_policy: bool) -> MetricSums:
-        scores = score_batch(
-            self.policy, batch, self._tower.features(batch.images), self.temperature
+    def _accumulate(self, share: Share, old: Tensor | None, *, is_on_policy: bool) -> MetricSums:
+        """Add a micro-batch's gradients; `old` [N] are logprobs to compare with, None: the sampler's."""
+        batch, reference = share.batch, None
+        if self._reference is not None:
+            reference = self._reference.logprobs(batch, with_tower=share.with_tower)
+        scores = self._scorer.score(
+            batch,
+            with_tower=share.with_tower,
+            with_entropy_gradient=self.loss.needs_entropy_gradient,
         )
         sampled = trained(batch, batch.logprobs)
-        rows = torch.arange(len(batch.token_ids))[:, None].expand_as(batch.token_ids)
+        if is_on_policy:
+            old = scores.logprobs.detach()
         inputs = LossInputs(
             logprobs=scores.logprobs,
-            old_logprobs=scores.logprobs.detach() if is_on_policy else sampled,
+            old_logprobs=sampled if old is None else old,
             sampler_logprobs=sampled,
-            reference_logprobs=None,
+            reference_logprobs=reference,
             entropy=scores.entropy,
             advantages=trained(batch, batch.advantages),
             weights=trained(batch, batch.weights),
-            sequence=trained(batch, rows),
+            sequence=trained(batch, batch.sequence),
         )
         terms = policy_loss(inputs, self.loss)
         terms.loss.backward()
         return terms.sums
 
+    def _clip_gradients(self) -> float:
+        """Clip to learner.grad_clip; the norm before, over all ranks."""
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self.params.grad_clip)
+        return float(whole(norm))
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        """The present policy's logprobs of the trained tokens of each sample, [T] and 0 elsewhere (collective)."""
+        mine: dict[int, Logprobs] = {}
+        for share in self._splitter.shares(samples, [0.0] * len(samples)):
+            scored = self._scorer.logprobs(share.batch, with_tower=share.with_tower).cpu().numpy()
+            mine |= spread(scored, samples, share.indices)
+        found = {index: one for part in self.world.all_gather(mine) for index, one in part.items()}
+        return [found[index] for index in range(len(samples))]
+
+    def logprob_gap(self, samples: Sequence[TrainingSample]) -> float:
+        """Mean |learner - sampler| logprob over the trained tokens (0 if there are none), without training."""
+        gaps = [
+            np.abs(own - sample.logprobs)[is_scored(sample)]
+            for own, sample in zip(self.logprobs(samples), samples, strict=True)
+        ]
+        joined = np.concatenate([np.zeros(0), *gaps])
+        return float(joined.mean()) if len(joined) else 0.0
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters under their Hugging Face names, the live storage."""
-        for name, parameter in self.policy.model.named_parameters(remove_duplicate=False):
-            yield name, parameter.data
+        """All parameters, whole, under their Hugging Face names, adapters merged in; every rank has to take them all.
+
+        Where `shares_weights`, they are the live storage.
+        """
+        return exported(self._names, lora.merge_factors(self.policy.model))
+
+    def offload(self) -> float:
+        """Move optimizer state and weights from the GPU to host memory and drop gradients; seconds that it took."""
+        if not self._offloads or self._host.is_away:
+            return 0.0
+        started = time.monotonic()
+        self._optimizer.zero_grad(set_to_none=True)
+        moments = [
+            value
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        others = [] if self._reference is None else self._reference.scorer.policy.model.parameters()
+        self._host.take([*self.parameters.values(), *moments, *others])
+        torch.cuda.empty_cache()
+        return time.monotonic() - started
+
+    def onload(self) -> float:
+        """Undo `offload`; seconds that it took."""
+        if not self._host.is_away:
+            return 0.0
+        started = time.monotonic()
+        self._host.give_back()
+        return time.monotonic() - started
+
+    # -- state ------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write weights and optimizer state to `directory`/learner.pt.
+        """Write weights and optimizer state into `directory`, which exists (collective).
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: a file cannot be written.
         """
-        state = {"model": self.policy.model.state_dict(), "optimizer": self._optimizer.state_dict()}
-        with (directory / STATE_FILE).open("wb") as file:
-            try:
-                torch.save(state, file)
-            except RuntimeError as error:  # torch hides what the file said, such as a full disk
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from None
-                raise
+        self._state.write(self._state.tensors(), directory)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy weights and optimizer state to host memory now; what is returned does what `save` does with them.
+
+        It may run in a background thread, on every rank, one at a time.
+        """
+        tensors = self._state.on_host()
+        return lambda directory: self._state.write(tensors, directory)
 
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote."""
-        state = torch.load(directory / STATE_FILE, weights_only=True)
-        self.policy.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        """Read what `save` wrote, with any number of ranks (collective).
+
+        Raises:
+            StateError: it is the state of another model or of other learner params.
+        """
+        self._state.read(directory)
+
+    def _saved(self) -> dict[str, torch.nn.Parameter]:
+        """What a checkpoint holds by name: all weights, or with adapters these alone, as the others never change."""
+        if self.params.lora is None:
+            return self.parameters
+        return {name: p for name, p in self.parameters.items() if p.requires_grad}
+
+    def _writers(self) -> dist.ProcessGroup | None:
+        """A group for checkpoints alone, so that one can be written while training goes on."""
+        if not self._place.is_sharded:
+            return None
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        return group

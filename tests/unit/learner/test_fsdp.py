@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,54 +12,20 @@ import torch
 from polyturn import vision
 from polyturn.batching import collate
 from polyturn.forward import hidden_states, token_distribution
-from polyturn.learner.base import NonFiniteError, UpdateStats
-from polyturn.learner.fsdp import STATE_FILE, FsdpLearner
+from polyturn.learner.base import NonFiniteError
 from polyturn.model import Policy
-from polyturn.params import LearnerParams, LossParams
+from polyturn.params import LossParams
 from polyturn.render import Renderer
 from polyturn.types import TrainingSample
 from tests.unit import tiny
-
-PICTURES = (tiny.picture(), tiny.picture(64, 32, 90))
-
-
-def learner_of(
-    policy: Policy, *, temperature: float = 1.0, loss: LossParams | None = None, **params: object
-) -> FsdpLearner:
-    """A learner of its own copy of the policy."""
-    chosen = LearnerParams.model_validate(
-        {"lr": 1e-3, "freeze_vision": False, "grad_clip": 1e9, **params}
-    )
-    own = tiny.copy_of(policy)
-    return FsdpLearner(own, Renderer(own), chosen, loss or LossParams(), temperature)
-
-
-def samples(renderer: Renderer) -> list[TrainingSample]:
-    """Replies of 3 and 61 tokens and two between, with and without pictures."""
-    return [
-        tiny.training_sample(renderer, 3, images=PICTURES[:1], advantage=1.5, seed=1),
-        tiny.training_sample(renderer, 61, images=PICTURES, advantage=-0.5, seed=2),
-        tiny.training_sample(renderer, 10, advantage=-0.5, seed=3),
-        tiny.training_sample(renderer, 7, images=PICTURES[1:], advantage=-0.5, seed=4),
-    ]
-
-
-def update(
-    learner: FsdpLearner, chosen: Sequence[TrainingSample], *, is_on_policy: bool = False
-) -> UpdateStats:
-    return learner.update(chosen, lr_scale=1.0, is_on_policy=is_on_policy)
-
-
-def weights_of(learner: FsdpLearner) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in learner.policy.model.named_parameters()}
-
-
-def gradients(learner: FsdpLearner) -> dict[str, torch.Tensor]:
-    return {
-        name: p.grad.clone()
-        for name, p in learner.policy.model.named_parameters()
-        if p.grad is not None
-    }
+from tests.unit.learner.scenarios import (
+    PICTURES,
+    gradients,
+    learner_of,
+    samples,
+    update,
+    weights_of,
+)
 
 
 def own_logprobs(policy: Policy, sample: TrainingSample, temperature: float = 1.0) -> list[float]:
@@ -69,7 +34,10 @@ def own_logprobs(policy: Policy, sample: TrainingSample, temperature: float = 1.
     encoded = vision.encode(policy, vision.PatchReader(policy), batch.images)
     with torch.no_grad():
         hidden = hidden_states(
-            policy, batch.token_ids, batch.position_ids, [encoded[i] for i in batch.image_rows]
+            policy,
+            batch.token_ids[None],
+            batch.position_ids[:, None],
+            [encoded[i] for i in batch.image_rows],
         )[0]
         distribution = token_distribution(policy, hidden, temperature)
     places = np.flatnonzero(sample.loss_mask)
@@ -97,7 +65,9 @@ def test_gradients_equal_those_of_the_plain_objective(policy: Policy, renderer: 
         batch = collate([sample], [1.0], renderer)
         encoded = vision.encode(reference, reader, batch.images)
         slots = [encoded[i] for i in batch.image_rows]
-        hidden = hidden_states(reference, batch.token_ids, batch.position_ids, slots)[0]
+        hidden = hidden_states(
+            reference, batch.token_ids[None], batch.position_ids[:, None], slots
+        )[0]
         distribution = token_distribution(reference, hidden, 1.0)
         for place in np.flatnonzero(sample.loss_mask):
             target = distribution[place - 1, sample.token_ids[place]]
@@ -285,29 +255,3 @@ def test_untied_head_is_exported_by_itself() -> None:
         exported["model.language_model.embed_tokens.weight"],
     )
     assert not torch.equal(head, embedding)
-
-
-def test_saved_state_holds_moments_and_continues_as_if_never_stopped(
-    policy: Policy, renderer: Renderer, tmp_path: Path
-) -> None:
-    """Three steps, save, a fourth; the fourth again from the file (CodefyUI #147)."""
-    steady = learner_of(policy)
-    chosen = samples(renderer)
-    for _ in range(3):
-        update(steady, chosen)
-    steady.save(tmp_path)
-    state = torch.load(tmp_path / STATE_FILE, weights_only=True)["optimizer"]["state"]
-    assert len(state) == len(list(steady.policy.model.parameters()))
-    assert all(entry["step"] == 3 and entry["exp_avg_sq"].any() for entry in state.values())
-    update(steady, chosen)
-    resumed = learner_of(policy)
-    resumed.load(tmp_path)
-    update(resumed, chosen)
-    assert all(
-        torch.equal(value, weights_of(resumed)[name]) for name, value in weights_of(steady).items()
-    )
-
-
-def test_more_than_one_process_is_refused(policy: Policy) -> None:
-    with pytest.raises(ValueError, match=r"learner.num_processes is 2; this version trains in one"):
-        learner_of(policy, num_processes=2)

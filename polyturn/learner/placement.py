@@ -1,0 +1,65 @@
+"""Puts a policy in place for training: what is frozen, adapters, precision, recomputation, sharding, device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from polyturn.learner import lora, sharding
+from polyturn.learner.scorer import Scorer
+from polyturn.model import Policy
+from polyturn.params import LearnerParams
+from polyturn.vision import TowerInTraining
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how the policies of a learner live."""
+
+    params: LearnerParams
+    temperature: float
+    num_ranks: int
+    device: torch.device
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights are FSDP2's."""
+        return sharding.is_needed(self.num_ranks, self.params)
+
+    @property
+    def is_tower_frozen(self) -> bool:
+        """Whether nothing of the vision tower is trained."""
+        adapters = self.params.lora
+        return self.params.freeze_vision or (adapters is not None and not adapters.vision_modules)
+
+    def trained(self, policy: Policy, *, seed: int) -> Scorer:
+        """Prepare the policy that is trained, in place; `seed` is of the initial adapters.
+
+        Raises:
+            LoraError: the adapters do not fit the model.
+        """
+        is_collective = self.num_ranks > 1 and not self.is_tower_frozen
+        tower = TowerInTraining(policy, is_collective=is_collective)
+        tower.freeze(self.is_tower_frozen)
+        if self.params.lora is not None:
+            lora.add_adapters(policy.model, self.params.lora, seed=seed)
+        if self.params.activation_checkpointing:
+            sharding.checkpoint_activations(policy.model, with_vision=not self.is_tower_frozen)
+        return self._placed(policy, tower)
+
+    def frozen(self, policy: Policy, tower: TowerInTraining | None) -> Scorer:
+        """Prepare a policy that is only looked up; `tower` gives features of its pictures (None: its own does)."""
+        if tower is None:
+            tower = TowerInTraining(policy)
+            tower.freeze(True)
+        return self._placed(policy, tower)
+
+    def _placed(self, policy: Policy, tower: TowerInTraining) -> Scorer:
+        sharding.use_precision(policy.model, self.params)
+        root = sharding.Root(policy.model)
+        if self.is_sharded:
+            sharding.apply(root, sharding.mesh_of(self.device), self.params)
+        else:
+            root.to(self.device)
+        return Scorer(policy, root, tower, self.temperature, self.params.logit_chunk_tokens)

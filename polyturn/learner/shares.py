@@ -1,0 +1,91 @@
+"""A rank's share of the samples of an update, in packed micro-batches that are balanced over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from polyturn.balance import partition
+from polyturn.batching import collate, loads
+from polyturn.learner.base import Logprobs
+from polyturn.render import Renderer
+from polyturn.types import Batch, TrainingSample
+from polyturn.world import World
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of a micro-batch: which of the samples (maybe none), and their batch.
+
+    `with_tower`: some sample of the update has a picture, so that the vision tower runs on every rank.
+    """
+
+    indices: Sequence[int]
+    batch: Batch
+    with_tower: bool
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Splits samples over the ranks of `world`, the same way on each; costs are in tokens."""
+
+    renderer: Renderer
+    world: World
+    device: torch.device
+    max_tokens: int
+    patch_cost: float
+
+    def shares(
+        self, samples: Sequence[TrainingSample], weights: Sequence[float]
+    ) -> Iterator[Share]:
+        """This rank's micro-batches; every rank has the same number of them, some of which may hold no sample."""
+        ranks = partition(
+            loads(samples, self.renderer),
+            num_ranks=self.world.size,
+            max_tokens=self.max_tokens,
+            patch_cost=self.patch_cost,
+        )
+        # Without any picture the tower must not run at all: its weights then have no gradient, rather than a zero
+        # one that would still move them (by their moments and their decay).
+        with_tower = any(sample.images for sample in samples)
+        for indices in ranks[self.world.rank]:
+            batch = collate(
+                [samples[index] for index in indices],
+                [weights[index] for index in indices],
+                self.renderer,
+            )
+            yield Share(indices, batch.to(self.device), with_tower)
+
+    def gathered(
+        self, samples: Sequence[TrainingSample], values: Sequence[Logprobs], indices: Sequence[int]
+    ) -> Tensor:
+        """The values of a micro-batch's trained tokens in reading order, [N]."""
+        chosen = [values[index][is_scored(samples[index])] for index in indices]
+        joined = np.concatenate([np.zeros(0, dtype=np.float32), *chosen])
+        return torch.from_numpy(joined).to(self.device)
+
+
+def spread(
+    values: npt.NDArray[np.float32], samples: Sequence[TrainingSample], indices: Sequence[int]
+) -> dict[int, Logprobs]:
+    """Undo `Splitter.gathered`: each sample's values [T] by its index, 0 where nothing is trained."""
+    found: dict[int, Logprobs] = {}
+    for index in indices:
+        is_trained = is_scored(samples[index])
+        number = int(is_trained.sum())
+        found[index] = np.zeros(len(is_trained), dtype=np.float32)
+        found[index][is_trained] = values[:number]
+        values = values[number:]
+    return found
+
+
+def is_scored(sample: TrainingSample) -> npt.NDArray[np.bool_]:
+    """Which tokens are trained, [T]: those of the mask but the first, before which nothing stands."""
+    mask = sample.loss_mask == 1
+    mask[:1] = False
+    return mask

@@ -1,0 +1,225 @@
+"""What the tests of the learner do with it, in one process and on every rank of several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from polyturn.learner.base import Logprobs, NonFiniteError, UpdateStats
+from polyturn.learner.fsdp import FsdpLearner
+from polyturn.learner.sharding import whole
+from polyturn.model import Policy
+from polyturn.params import LearnerParams, LossParams
+from polyturn.render import Renderer
+from polyturn.types import TrainingSample
+from polyturn.world import ONE, World
+from tests.unit import tiny
+
+PICTURES = (tiny.picture(), tiny.picture(64, 32, 90))
+DIRECTORY = "POLYTURN_TEST_STATES"  # where ranks write and read checkpoints
+Tensors = dict[str, torch.Tensor]
+
+
+def learner_of(
+    policy: Policy,
+    *,
+    temperature: float = 1.0,
+    loss: Mapping[str, object] | LossParams | None = None,
+    world: World = ONE,
+    **params: object,
+) -> FsdpLearner:
+    """A learner of its own copy of the policy."""
+    chosen = LearnerParams.model_validate(
+        {"lr": 1e-3, "freeze_vision": False, "grad_clip": 1e9, **params}
+    )
+    own = tiny.copy_of(policy)
+    minimised = LossParams.model_validate(loss or {})
+    return FsdpLearner(own, Renderer(own), chosen, minimised, temperature, world=world)
+
+
+def samples(renderer: Renderer) -> list[TrainingSample]:
+    """Replies of 3 and 61 tokens and two between, with and without pictures."""
+    return [
+        tiny.training_sample(renderer, 3, images=PICTURES[:1], advantage=1.5, seed=1),
+        tiny.training_sample(renderer, 61, images=PICTURES, advantage=-0.5, seed=2),
+        tiny.training_sample(renderer, 10, advantage=-0.5, seed=3),
+        tiny.training_sample(renderer, 7, images=PICTURES[1:], advantage=-0.5, seed=4),
+    ]
+
+
+def update(
+    learner: FsdpLearner,
+    chosen: Sequence[TrainingSample],
+    *,
+    is_on_policy: bool = False,
+    old_logprobs: Sequence[Logprobs] | None = None,
+) -> UpdateStats:
+    return learner.update(
+        chosen, lr_scale=1.0, is_on_policy=is_on_policy, old_logprobs=old_logprobs
+    )
+
+
+def weights_of(learner: FsdpLearner) -> Tensors:
+    """What a sampler would get, as copies."""
+    return {name: tensor.detach().clone() for name, tensor in learner.export_weights()}
+
+
+def gradients(learner: FsdpLearner) -> Tensors:
+    """Whole gradients by the parameters' own names (collective)."""
+    return {
+        name: whole(parameter.grad).clone()
+        for name, parameter in learner.parameters.items()
+        if parameter.grad is not None
+    }
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Three updates of a policy on some of the samples."""
+
+    policy: str = "qwen3"
+    samples: Sequence[int] = (0, 1, 2, 3)
+    loss: Mapping[str, object] | None = None
+    params: Mapping[str, object] | None = None
+
+
+LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
+SCENARIOS = {
+    "trained tower": Scenario(),
+    "one sample in each micro-batch": Scenario(params={"micro_batch_tokens": 1}),
+    "a rank without samples": Scenario(samples=[1]),
+    "text on one rank, pictures on the other": Scenario(samples=[1, 2]),
+    "text only": Scenario(samples=[2]),
+    "frozen tower": Scenario(params={"freeze_vision": True}),
+    "frozen tower and reference": Scenario(loss={"kl_coef": 0.1}, params={"freeze_vision": True}),
+    "reference and entropy": Scenario(loss={"kl_coef": 0.1, "entropy_coef": 0.01}),
+    "recomputed activations": Scenario(params={"activation_checkpointing": True}),
+    "kept gathered weights": Scenario(params={"reshard_after_forward": False}),
+    "chunked logits": Scenario(params={"logit_chunk_tokens": 16}),
+    "adapters": Scenario(loss={"kl_coef": 0.1}, params={"freeze_vision": True, "lora": LORA}),
+    "adapters in both towers": Scenario(
+        loss={"kl_coef": 0.1}, params={"lora": {**LORA, "vision_modules": ["qkv"]}}
+    ),
+    "clipped gradients": Scenario(params={"grad_clip": 0.5}),
+    "Qwen2.5-VL": Scenario(policy="qwen2_5"),
+    "bfloat16": Scenario(params={"precision": "bfloat16"}),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a scenario; the same on every rank."""
+
+    stats: list[UpdateStats]
+    gradients: Tensors  # of the first update
+    logprobs: list[Logprobs]  # after all updates
+    gap: float
+    weights: Tensors
+
+
+def outcome_of(scenario: Scenario, world: World) -> Outcome:
+    """Run a scenario (collective)."""
+    policy = getattr(tiny, scenario.policy)()
+    learner = learner_of(policy, loss=scenario.loss, world=world, **dict(scenario.params or {}))
+    everything = samples(learner.renderer)
+    chosen = [everything[index] for index in scenario.samples]
+    stats = [update(learner, chosen, is_on_policy=True)]
+    first = gradients(learner)
+    old = learner.logprobs(chosen)
+    stats += [update(learner, chosen, old_logprobs=old) for _ in range(2)]
+    return Outcome(
+        stats, first, learner.logprobs(chosen), learner.logprob_gap(chosen), weights_of(learner)
+    )
+
+
+def all_outcomes(world: World) -> dict[str, Outcome]:
+    """All scenarios."""
+    torch.set_num_threads(1)
+    return {name: outcome_of(scenario, world) for name, scenario in SCENARIOS.items()}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a learner does with one sample whose advantage is not a number."""
+
+    message: str
+    weights_before: Tensors
+    weights_after: Tensors
+    gradients: Tensors
+    next_loss: float
+
+
+def refusal(world: World) -> Refusal:
+    """An update that cannot be applied, and one after it."""
+    learner = learner_of(tiny.qwen3(), world=world)
+    good = samples(learner.renderer)
+    before = weights_of(learner)
+    try:
+        update(learner, [replace(good[0], advantage=float("nan")), *good[1:]])
+    except NonFiniteError as error:
+        message = str(error)
+    after, left = weights_of(learner), gradients(learner)
+    return Refusal(message, before, after, left, update(learner, good).loss_metrics["loss"])
+
+
+@dataclass(frozen=True)
+class Continued:
+    """Weights after steps before and after a checkpoint, by what was done."""
+
+    steady: Tensors  # never stopped
+    resumed: Tensors  # from the checkpoint of the same world
+    from_other: Tensors | None  # from the checkpoint of another one, if there is one
+    snapshot: Tensors  # from a snapshot that was written after later updates
+
+
+def continued(world: World) -> Continued:
+    """Two steps, a checkpoint, a third step; again from the checkpoint, and from that of the other world."""
+    states = Path(os.environ[DIRECTORY])
+    own, late, other = (states / f"{n}_ranks{k}" for n, k in _places(world.size))
+    learner = learner_of(tiny.qwen3(), world=world)
+    chosen = samples(learner.renderer)
+    for _ in range(2):
+        update(learner, chosen)
+    if world.is_main:
+        own.mkdir()
+        late.mkdir()
+    world.barrier()
+    learner.save(own)
+    write = learner.snapshot()
+    update(learner, chosen)
+    write(late)
+
+    def from_(directory: Path) -> Tensors:
+        again = learner_of(tiny.qwen3(seed=1), world=world)
+        again.load(directory)
+        update(again, chosen)
+        return weights_of(again)
+
+    return Continued(
+        weights_of(learner),
+        from_(own),
+        from_(other) if other.exists() else None,
+        from_(late),
+    )
+
+
+def _places(size: int) -> list[tuple[int, str]]:
+    return [(size, ""), (size, "_late"), (3 - size, "")]
+
+
+@dataclass(frozen=True)
+class Everything:
+    """What a rank of the shared run brings back."""
+
+    outcomes: dict[str, Outcome]
+    refusal: Refusal
+    continued: Continued
+
+
+def everything(world: World) -> Everything:
+    """All that is compared between one process and two ranks."""
+    return Everything(all_outcomes(world), refusal(world), continued(world))
