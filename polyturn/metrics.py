@@ -7,6 +7,7 @@ from itertools import chain
 
 import numpy as np
 
+from polyturn.advantage import are_equal
 from polyturn.learner.base import UpdateStats
 from polyturn.statistics import bootstrap_interval
 from polyturn.turn_metrics import turn_metrics
@@ -37,7 +38,7 @@ def rollout_metrics(groups: Sequence[Group], *, seed: int) -> Metrics:
         "rollout/response_len/mean": float(np.mean(lengths)),
         "rollout/response_len/max": float(max(lengths)),
         "rollout/total_len/mean": float(np.mean([len(t.token_ids) for t in trajectories])),
-        "rollout/zero_std/count": float(sum(len(set(values)) <= 1 for values in by_group)),
+        "rollout/zero_std/count": float(sum(are_equal(values) for values in by_group)),
         "rollout/truncated_ratio": sum(t.status is Status.TRUNCATED for t in trajectories) / count,
         "rollout/failed_ratio": sum(not t.status.is_rewarded for t in trajectories) / count,
         "rollout/grader_failures": sum(bool(t.reward_failures) for t in trajectories) / count,

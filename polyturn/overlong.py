@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from polyturn.params import RewardParams
+from typing import TYPE_CHECKING
+
 from polyturn.types import Problem, Trajectory
+
+if TYPE_CHECKING:
+    from polyturn.params import RewardParams
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
@@ -16,7 +20,9 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
     return -min(max(excess, 0), buffer_tokens) / buffer_tokens + 0.0  # + 0.0: no -0.0
 
 
-def soft_punishment(trajectory: Trajectory, problem: Problem, *, params: RewardParams) -> float:
+def soft_overlong_punishment(
+    trajectory: Trajectory, problem: Problem, *, params: RewardParams
+) -> float:
     """Reward term: the penalty of the tokens sampled over all turns, with the lengths of reward.overlong."""
     del problem
     assert params.overlong is not None  # RewardParams refuses the term without

@@ -19,6 +19,7 @@ from polyturn.grading import grade as grading
 from polyturn.grading.compare import Policy, Rounding
 from polyturn.grading.extract import boxes_in, extract
 from polyturn.grading.grade import Verdict, parse_reference
+from polyturn.overlong import soft_overlong_punishment
 from polyturn.types import Problem, Trajectory
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
     "is_gradable",
     "parse_reference",
     "score",
+    "soft_overlong_punishment",
 ]
 
 logger = logging.getLogger(__name__)

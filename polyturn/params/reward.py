@@ -15,7 +15,7 @@ from polyturn.params.fields import (
     Section,
 )
 
-OVERLONG_TERM = "polyturn.overlong:soft_punishment"
+OVERLONG_TERM = "polyturn.reward:soft_overlong_punishment"
 
 
 class RewardTermParams(Section):
@@ -49,7 +49,7 @@ class RewardParams(Section):
     timeout_s: PositiveFloat = 2.0  # of one symbolic comparison
     needs_box: bool = False  # an answer outside of \boxed{} or <answer> counts as none
     max_failure_fraction: Fraction = 0.05  # of a step's trajectories; above it the step stops
-    overlong: OverlongParams | None = None  # for the term polyturn.overlong:soft_punishment
+    overlong: OverlongParams | None = None  # for the term polyturn.reward:soft_overlong_punishment
 
     @model_validator(mode="after")
     def _overlong(self) -> RewardParams:

@@ -20,7 +20,7 @@ from polyturn.params import ParamsError
         ({"loss": {"tis_clip": 0.5}}, "loss.tis_clip: Input should be greater than or equal to 1"),
         ({"loss": {"tis_clip_low": 1.5}}, "loss.tis_clip_low: Input should be less than or equal to 1"),
         ({"loss": {"dual_clip": 1.0}}, "loss.dual_clip: Input should be greater than 1"),
-        ({"reward": {"terms": [{"term": "polyturn.overlong:soft_punishment"}]}}, "overlong holds the lengths of the term"),
+        ({"reward": {"terms": [{"term": "polyturn.reward:soft_overlong_punishment"}]}}, "overlong holds the lengths of the term"),
         ({"reward": {"overlong": {"max_tokens": 10, "buffer_tokens": 5}}}, "meaningless without"),
         ({"reward": {"overlong": {"max_tokens": 10, "buffer_tokens": 11}}}, "buffer_tokens 11 must not exceed max_tokens 10"),
     ],

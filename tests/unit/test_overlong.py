@@ -44,7 +44,7 @@ def test_as_a_term_it_counts_sampled_tokens_of_all_turns(tokens: int, total: flo
         {
             "terms": [
                 {"term": "tests.unit.test_overlong:one"},
-                {"term": "polyturn.overlong:soft_punishment", "weight": 1.0},
+                {"term": "polyturn.reward:soft_overlong_punishment", "weight": 1.0},
             ],
             "overlong": {"max_tokens": 8, "buffer_tokens": 4},
         }
@@ -58,7 +58,7 @@ def test_as_a_term_it_counts_sampled_tokens_of_all_turns(tokens: int, total: flo
     )
     reward = score(long, long.problem, params)
     assert (reward.total, reward.failures) == (total, ())
-    assert reward.terms["soft_punishment"] == pytest.approx(total - 1)
+    assert reward.terms["soft_overlong_punishment"] == pytest.approx(total - 1)
 
 
 def one(trajectory: object, problem: object) -> float:
