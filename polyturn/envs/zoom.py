@@ -1,9 +1,11 @@
-r"""The zoom environment: the model asks for a part of the picture and gets the crop as a new picture.
+r"""The zoom environment: the model asks for a part of a picture and gets the crop as a new picture.
 
 A call names a `region` (northwest, northeast, southwest, southeast: a square around the centre of that quadrant) or
-a `box` [left, top, right, bottom] in thousandths of the picture's width and height, of the problem's picture or,
-with `image`, of an earlier crop. The answer lists the regions that were not looked at yet: without that list a small
-policy searches with replacement, and its argmax loops on one region. A reply without a call ends the trajectory.
+a `box` [left, top, right, bottom], in thousandths of the picture's sides or in pixels (env.params.box_unit), of any
+picture of the problem or, with `image`, of an earlier crop. The answer lists the regions that were not looked at yet:
+without that list a small policy searches with replacement, and its argmax loops on one region.
+env.params.tool: image_zoom_in_tool shows the tool as DeepEyes (arXiv:2505.14362) and Qwen3-VL name it (bbox_2d,
+img_idx), without regions. A reply without a call ends the trajectory.
 """
 
 from __future__ import annotations
@@ -11,15 +13,29 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import cast, get_args
 
 from PIL import Image
 
-from polyturn.envs.base import Observation, image_record
+from polyturn.envs.base import Observation, ToolSchema, image_record
+from polyturn.envs.boxes import MIN_CROP_SIDE, Box, BoxError, Unit, pixel_box, read_box
 from polyturn.envs.demonstration import Demonstration, Say
 from polyturn.envs.tools import ToolCall, ToolCallError, parse_tool_calls
 from polyturn.types import ImageRecord, Json, Message, Problem
+
+__all__ = [
+    "MIN_CROP_SIDE",
+    "REGIONS",
+    "TOOLS",
+    "Box",
+    "ZoomEnv",
+    "build_env",
+    "cut",
+    "demonstrations",
+    "region_box",
+]
 
 REGIONS: Mapping[str, tuple[float, float]] = {
     "northwest": (0.25, 0.25),
@@ -28,33 +44,75 @@ REGIONS: Mapping[str, tuple[float, float]] = {
     "southeast": (0.75, 0.75),
 }
 CROP_FRACTION = 0.25  # side of a region's crop / side of the picture
-MIN_CROP_SIDE = 16  # pixels; a smaller box is grown to it
-TOOLS: Sequence[Mapping[str, Json]] = (
-    {
-        "type": "function",
-        "function": {
-            "name": "zoom",
-            "description": "Show a part of a picture larger.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "region": {"type": "string", "enum": list(REGIONS)},
-                    "box": {
-                        "type": "array",
-                        "items": {"type": "integer", "minimum": 0, "maximum": 1000},
-                        "description": "left, top, right, bottom in thousandths",
-                    },
-                    "image": {
-                        "type": "integer",
-                        "description": "0: the first picture, 1: the first crop, ...",
-                    },
-                },
-            },
-        },
-    },
-)
+TOOL_NAMES = ("zoom", "image_zoom_in_tool")
+_BOX_KEYS = ("box", "bbox_2d")
+_IMAGE_KEYS = ("image", "img_idx")
+_UNITS = {"thousandths": "thousandths", "pixels": "pixels of the picture"}
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom as fractions of width and height
+
+def tool_schema(name: str, unit: Unit) -> ToolSchema:
+    """The function schema of the tool under one of its names."""
+    box_key, image_key = (keys[TOOL_NAMES.index(name)] for keys in (_BOX_KEYS, _IMAGE_KEYS))
+    number: dict[str, Json] = {"type": "integer", "minimum": 0}
+    box: dict[str, Json] = {
+        "type": "array",
+        "items": number | ({"maximum": 1000} if unit == "thousandths" else {}),
+        "description": f"left, top, right, bottom in {_UNITS[unit]}",
+    }
+    image: dict[str, Json] = {
+        "type": "integer",
+        "description": "0: the first picture, 1: the next picture or crop, ...",
+    }
+    properties: dict[str, Json] = {box_key: box, image_key: image}
+    if name == "zoom":
+        properties = {"region": {"type": "string", "enum": list(REGIONS)}, **properties}
+    parameters: dict[str, Json] = {"type": "object", "properties": properties}
+    if name != "zoom":
+        parameters["required"] = [box_key]
+    description = "Show a part of a picture larger."
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
+TOOLS: Sequence[ToolSchema] = (tool_schema("zoom", "thousandths"),)
+
+
+@dataclass(frozen=True)
+class ZoomParams:
+    """env.params: side of a region's crop / side of the picture; unit of boxes; name under which the tool is shown."""
+
+    crop_fraction: float = CROP_FRACTION
+    box_unit: Unit = "thousandths"
+    tool: str = "zoom"
+
+    @classmethod
+    def of(cls, params: Mapping[str, object]) -> ZoomParams:
+        """Check env.params.
+
+        Raises:
+            ValueError: a param is unknown or wrong; the message names it.
+        """
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(params) - set(known)):
+            raise ValueError(
+                f"env.params: {unknown} are unknown to zoom; it takes {', '.join(known)}"
+            )
+        fraction = params.get("crop_fraction", CROP_FRACTION)
+        if not isinstance(fraction, int | float) or not 0 < fraction <= 0.5:
+            raise ValueError(
+                f"env.params.crop_fraction must be above 0 and at most 0.5, got {fraction!r}"
+            )
+        unit = _one_of(get_args(Unit), params, "box_unit")
+        return cls(float(fraction), cast("Unit", unit), _one_of(TOOL_NAMES, params, "tool"))
+
+
+def _one_of(known: Sequence[str], params: Mapping[str, object], key: str) -> str:
+    value = params.get(key, known[0])
+    if value not in known:
+        raise ValueError(f"env.params.{key} must be one of {', '.join(known)}, got {value!r}")
+    return str(value)
 
 
 class ZoomError(ValueError):
@@ -73,15 +131,19 @@ class ZoomRequest:
 class ZoomEnv:
     """One trajectory's pictures and what was looked at."""
 
-    tools = TOOLS
-
-    def __init__(self, problem: Problem, crop_fraction: float) -> None:
+    def __init__(self, problem: Problem, params: ZoomParams) -> None:
+        self.tools = (tool_schema(params.tool, params.box_unit),)
         self._pictures = list(problem.images)
-        self._crop_fraction = crop_fraction
+        self._params = params
         self._seen: list[str] = []
 
     def step(self, response_text: str) -> tuple[Observation, bool, dict[str, Json]]:
-        """Answer the last tool call of a reply with a crop; a reply without one is the final answer."""
+        """Answer the last tool call of a reply with a crop; a reply without one is the final answer.
+
+        Returns:
+            Crop and text, or text that says what is wrong with the call; whether the reply was final; info: tool,
+            image, box (fractions of the picture's sides, as asked for) and region, or error.
+        """
         calls = parse_tool_calls(response_text)
         if not calls:
             return Observation(), True, {}
@@ -99,13 +161,18 @@ class ZoomEnv:
         info: dict[str, Json] = {"tool": "zoom", "image": request.image, "box": list(request.box)}
         if request.region is not None:
             info["region"] = request.region
-        return Observation(not_seen(self._seen), (crop,)), False, info
+        return Observation(self._text(crop), (crop,)), False, info
+
+    def _text(self, crop: ImageRecord) -> str:
+        if self._params.tool == "zoom":
+            return not_seen(self._seen)
+        return f"Picture {len(self._pictures) - 1}: {crop.width} x {crop.height} pixels."
 
     def _read(self, call: ToolCall) -> ZoomRequest:
-        if call.name != "zoom":
-            raise ZoomError("There is no such tool; call zoom.")
+        if call.name not in TOOL_NAMES:
+            raise ZoomError(f"There is no such tool; call {self._params.tool}.")
         arguments = call.arguments
-        index = arguments.get("image", 0)
+        index = _first(arguments, _IMAGE_KEYS, 0)
         if (
             isinstance(index, bool)
             or not isinstance(index, int)
@@ -114,27 +181,38 @@ class ZoomEnv:
             raise ZoomError(f"image must be a number from 0 to {len(self._pictures) - 1}.")
         region = arguments.get("region")
         if region is None:
-            return ZoomRequest(index, read_box(arguments.get("box")), None)
+            return ZoomRequest(index, self._box(_first(arguments, _BOX_KEYS, None), index), None)
         if not isinstance(region, str) or region not in REGIONS:
             raise ZoomError(f"region must be one of {', '.join(REGIONS)}.")
-        box = region_box(region, self._crop_fraction)
+        box = region_box(region, self._params.crop_fraction)
         return ZoomRequest(index, box, region if index == 0 else None)
+
+    def _box(self, value: Json, index: int) -> Box:
+        try:
+            return read_box(value, self._params.box_unit, self._pictures[index])
+        except BoxError as error:
+            asked = "Give a region, or a box" if self._params.tool == "zoom" else "Give bbox_2d as"
+            form = (
+                f"{asked} [left, top, right, bottom] in {_UNITS[self._params.box_unit]} with left < right "
+                "and top < bottom."
+            )
+            raise ZoomError(form if value is None else f"{form} {error}") from None
+
+
+def _first(arguments: Mapping[str, Json], keys: Sequence[str], default: Json) -> Json:
+    """The argument under the first of its names that the call uses."""
+    return next((arguments[key] for key in keys if key in arguments), default)
 
 
 def build_env(problem: Problem, params: Mapping[str, object]) -> ZoomEnv:
-    """Make the environment; `params` may set crop_fraction (0 < f <= 0.5).
+    """Make the environment; for `params` see ZoomParams.
 
     Raises:
-        ValueError: the problem has no picture, or crop_fraction is out of range.
+        ValueError: the problem has no picture, or a param is unknown or wrong; the message names it.
     """
     if not problem.images:
         raise ValueError(f"problem {problem.id} has no picture to zoom into")
-    fraction = params.get("crop_fraction", CROP_FRACTION)
-    if not isinstance(fraction, int | float) or not 0 < fraction <= 0.5:
-        raise ValueError(
-            f"env.params.crop_fraction must be above 0 and at most 0.5, got {fraction!r}"
-        )
-    return ZoomEnv(problem, float(fraction))
+    return ZoomEnv(problem, ZoomParams.of(params))
 
 
 def region_box(region: str, fraction: float) -> Box:
@@ -142,27 +220,6 @@ def region_box(region: str, fraction: float) -> Box:
     x, y = REGIONS[region]
     half = fraction / 2
     return x - half, y - half, x + half, y + half
-
-
-def read_box(value: Json) -> Box:
-    """A box given in thousandths.
-
-    Raises:
-        ZoomError: it is no box with left < right and top < bottom inside 0..1000.
-    """
-    wrong = ZoomError(
-        "Give a region, or a box [left, top, right, bottom] in thousandths with left < right "
-        "and top < bottom."
-    )
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 4:
-        raise wrong
-    numbers = [float(n) for n in value if isinstance(n, int | float) and not isinstance(n, bool)]
-    if len(numbers) != 4 or not all(0 <= n <= 1000 for n in numbers):
-        raise wrong
-    left, top, right, bottom = numbers
-    if not (left < right and top < bottom):
-        raise wrong
-    return left / 1000, top / 1000, right / 1000, bottom / 1000
 
 
 def not_seen(seen: Sequence[str]) -> str:
@@ -176,19 +233,9 @@ def not_seen(seen: Sequence[str]) -> str:
 
 @lru_cache(maxsize=20_000)
 def cut(picture: ImageRecord, box: Box) -> ImageRecord:
-    """Crop a picture; a box smaller than MIN_CROP_SIDE pixels is grown to it. Equal arguments, equal bytes."""
+    """Crop a picture (see `pixel_box`). Equal arguments, equal bytes."""
     with Image.open(io.BytesIO(picture.read())) as image:
-        left, right = _span(box[0], box[2], picture.width)
-        top, bottom = _span(box[1], box[3], picture.height)
-        return image_record(image.crop((left, top, right, bottom)))
-
-
-def _span(low: float, high: float, size: int) -> tuple[int, int]:
-    start, end = round(low * size), round(high * size)
-    if end - start < MIN_CROP_SIDE:
-        start = max(0, min((start + end - MIN_CROP_SIDE) // 2, size - MIN_CROP_SIDE))
-        end = min(size, start + MIN_CROP_SIDE)
-    return start, end
+        return image_record(image.crop(pixel_box(box, picture.width, picture.height)))
 
 
 def tool_call(region: str) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import random
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from polyturn.envs.base import EnvContext, Observation, build, image_record
+from polyturn.envs.boxes import BoxError, read_box
 from polyturn.envs.demonstration import Demonstration, Say
 from polyturn.envs.zoom import (
     MIN_CROP_SIDE,
@@ -158,6 +163,112 @@ def test_a_call_that_asks_for_nothing_is_told_so_and_goes_on(reply: str, words: 
     assert "error" in info
 
 
+@pytest.mark.parametrize(
+    ("box", "words"),
+    [
+        ("[150, 0, 100, 10]", "left must be less than right"),
+        ("[0, 90, 10, 90]", "top less than bottom"),
+        ("[0, 0, 201, 100]", "from 0 to 200 across and from 0 to 100 down"),
+        ("[0, -1, 200, 100]", "from 0 to 200 across"),
+        ("[0, 0, NaN, 100]", "could not be read"),
+        (f"[0, 0, 1{'0' * 400}, 100]", "from 0 to 200 across"),
+        ("[0, 0, 1e400, 100]", "could not be read"),
+        ('["0", "0", "10", "10"]', "list of four numbers"),
+        ('{"left": 0}', "list of four numbers"),
+        ("[[0, 0], [10, 10]]", "list of four numbers"),
+        ("7", "list of four numbers"),
+        ("null", "in pixels of the picture with left < right"),
+    ],
+)
+def test_a_bad_box_is_told_what_is_wrong_with_it(box: str, words: str) -> None:
+    text, images, info = seen(env(box_unit="pixels"), call(f'{{"box": {box}}}'))
+    assert words in text
+    assert images == ()
+    assert json.loads(json.dumps(info))["error"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 10**400, -(10**400)])
+@pytest.mark.parametrize("place", range(4))
+def test_no_number_breaks_the_reading_of_a_box(bad: float, place: int) -> None:
+    box: list[Json] = [0, 0, 10, 10]
+    box[place] = bad
+    for unit in ("pixels", "thousandths"):
+        with pytest.raises(BoxError, match="The picture goes from 0"):
+            read_box(box, unit, coordinates())
+
+
+def test_a_box_in_pixels_is_of_the_picture_that_the_call_names() -> None:
+    zoom = env(box_unit="pixels")
+    _, (crop,), info = seen(zoom, call('{"box": [20, 30, 120, 70]}'))
+    assert shown(crop) == (20, 30, 120, 70)
+    assert info["box"] == [0.1, 0.3, 0.6, 0.7], "in fractions, whatever the unit"
+    _, (part,), _ = seen(zoom, call('{"box": [10.0, 0, 60, 40], "image": 1}'))
+    assert shown(part) == (30, 30, 80, 70)
+    text, images, _ = seen(zoom, call('{"box": [0, 0, 101, 40], "image": 1}'))
+    assert images == ()
+    assert "from 0 to 100 across and from 0 to 40 down" in text, "the crop's own size"
+
+
+@pytest.mark.parametrize("unit", ["pixels", "thousandths"])
+def test_the_tool_as_deepeyes_and_qwen3_vl_name_it(unit: str) -> None:
+    zoom = env(box_unit=unit, tool="image_zoom_in_tool")
+    box = [20, 20, 100, 100] if unit == "pixels" else [100, 200, 500, 1000]
+    first = call(f'{{"bbox_2d": {box}, "label": "the label"}}', "image_zoom_in_tool")
+    text, (crop,), _ = seen(zoom, first)
+    assert shown(crop) == (20, 20, 100, 100)
+    assert text == "Picture 1: 80 x 80 pixels."
+    again = [0, 0, 40, 40] if unit == "pixels" else [0, 0, 500, 500]
+    inside = call(f'{{"bbox_2d": {again}, "img_idx": 1}}', "image_zoom_in_tool")
+    assert shown(seen(zoom, inside)[1][0]) == (20, 20, 60, 60)
+    (schema,) = zoom.tools
+    told = json.dumps(schema)
+    assert '"image_zoom_in_tool"' in told
+    assert "bbox_2d" in told
+    assert "region" not in told
+    assert ("thousandths" in told) == (unit == "thousandths")
+    assert "Give bbox_2d as [left" in seen(zoom, call("{}", "image_zoom_in_tool"))[0]
+
+
+def test_all_pictures_of_a_problem_can_be_looked_at() -> None:
+    """A row of any dataset may have several pictures; crops are numbered after them."""
+    message = Message("user", (coordinates(), "and", coordinates(64, 32), "differ how?"))
+    zoom = build_env(Problem("p", "train", (message,), "2"), {"box_unit": "pixels"})
+    _, (crop,), _ = seen(zoom, call('{"box": [0, 0, 64, 32], "image": 1}'))
+    assert (crop.width, crop.height) == (64, 32)
+    _, (part,), _ = seen(zoom, call('{"box": [0, 0, 20, 32], "image": 2}'))
+    assert (part.width, part.height) == (20, 32)
+    assert "image must be a number from 0 to 3" in seen(zoom, call('{"image": 4}'))[0]
+
+
+def test_a_narrow_box_is_grown_to_what_the_models_processor_takes() -> None:
+    tall = image_record(Image.new("RGB", (4000, 3000)))
+    zoom = env(tall, box_unit="pixels")
+    _, (crop,), _ = seen(zoom, call('{"box": [0, 10, 4000, 12]}'))
+    assert (crop.width, crop.height) == (4000, 40)
+    _, (crop,), _ = seen(zoom, call('{"box": [3999, 0, 4000, 3000]}'))
+    assert (crop.width, crop.height) == (30, 3000)
+
+
+@given(
+    st.lists(
+        st.floats() | st.integers() | st.none() | st.booleans() | st.text(max_size=3), max_size=5
+    )
+    | st.dictionaries(st.text(max_size=2), st.integers(), max_size=2)
+    | st.lists(st.integers(0, 1000), min_size=4, max_size=4),
+    st.sampled_from(["pixels", "thousandths"]),
+    st.integers(-1, 3) | st.none() | st.floats() | st.text(max_size=2),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_box_gives_a_crop_or_words_never_an_error(box: Json, unit: str, image: Json) -> None:
+    zoom = env(box_unit=unit)
+    for arguments in ({"box": box, "image": image}, {"bbox_2d": box}):
+        observation, is_done, info = zoom.step(call(json.dumps(arguments)))
+        assert not is_done
+        assert bool(observation.images) != ("error" in info)
+        for crop in observation.images:
+            assert min(crop.width, crop.height) >= MIN_CROP_SIDE
+
+
 def test_a_reply_without_a_call_ends_it_and_the_last_of_several_counts() -> None:
     zoom = env()
     _, _, info = seen(zoom, tool_call("northwest") + tool_call("southeast"))
@@ -183,6 +294,25 @@ def test_crop_fraction_is_a_parameter_within_bounds() -> None:
     for wrong in (0, 0.6, "half", None):
         with pytest.raises(ValueError, match=r"env.params.crop_fraction must be above 0"):
             env(crop_fraction=wrong)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"box_unit": "cm"}, r"env\.params\.box_unit must be one of thousandths, pixels, got 'cm'"),
+        (
+            {"tool": "crop"},
+            r"env\.params\.tool must be one of zoom, image_zoom_in_tool, got 'crop'",
+        ),
+        (
+            {"crop": 0.2},
+            r"env\.params: \['crop'\] are unknown to zoom; it takes crop_fraction, box_unit",
+        ),
+    ],
+)
+def test_wrong_params_name_the_key(params: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        env(**params)
 
 
 def test_a_problem_without_a_picture_is_refused() -> None:
