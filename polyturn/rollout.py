@@ -126,8 +126,11 @@ async def rollout_attempts(
 
 
 async def _play(episodes: Sequence[Episode], sampler: Sampler, limits: RolloutParams) -> None:
-    """Take episodes from their start to their end, in lockstep, and close their environments."""
+    """Take episodes from their start to their end, in lockstep or each by itself, and close their environments."""
     try:
+        if not sampler.is_lockstep:
+            await asyncio.gather(*(_play_alone(episode, sampler) for episode in episodes))
+            return
         await asyncio.gather(*(episode.start() for episode in episodes))
         while live := [episode for episode in episodes if not episode.is_done]:
             with lowered_by(f"sampling {len(live)} trajectories", _memory_keys(limits)):
@@ -137,6 +140,14 @@ async def _play(episodes: Sequence[Episode], sampler: Sampler, limits: RolloutPa
             )
     finally:
         await asyncio.gather(*(episode.close() for episode in episodes))
+
+
+async def _play_alone(episode: Episode, sampler: Sampler) -> None:
+    """Take one episode to its end without waiting for the others: a slow environment holds up itself only."""
+    await episode.start()
+    while not episode.is_done:
+        (reply,) = await sampler.generate([episode.request()])
+        await episode.advance(reply)
 
 
 def attempts_of(problems: Sequence[Problem]) -> list[Attempt]:

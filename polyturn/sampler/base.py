@@ -51,6 +51,11 @@ class Reply:
 class Sampler(Protocol):
     """What samples: the embedded Hugging Face sampler or SGLang."""
 
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether all live trajectories must come in one call a turn; else each may ask when it is ready."""
+        ...
+
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Reply]:
         """Sample one reply per request, in the order of the requests."""
         ...

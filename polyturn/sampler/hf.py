@@ -56,6 +56,8 @@ class SamplerCounts:
 class HfSampler:
     """Samples with a Hugging Face module; see the module docstring."""
 
+    is_lockstep = True
+
     def __init__(
         self, policy: Policy, renderer: Renderer, *, is_vision_frozen: bool = False
     ) -> None:

@@ -180,6 +180,7 @@ class ScriptedSampler:
     replies: list[Reply] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)
     version: int = 0
+    is_lockstep: bool = True
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Reply]:
         self.requests.append(list(requests))

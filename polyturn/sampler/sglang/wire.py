@@ -81,7 +81,7 @@ def body(
         "logit_bias": {str(token): BAN for token in sorted(settings.banned_ids)},
     }
     if settings.is_seeded:
-        sampling["sampling_seed"] = request.seed % 2**31
+        sampling["sampling_seed"] = request.seed  # below 2**63: the server keeps int64
     content: dict[str, object] = {
         "rid": rid,
         "input_ids": list(request.engine_ids),

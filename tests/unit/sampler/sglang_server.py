@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from aiohttp import web
 from PIL import Image
+from safetensors.torch import load_file
 
 from polyturn import model
-from polyturn.params import ModelParams
 from polyturn.render import Renderer
 from polyturn.sampler.base import SampleRequest
 from polyturn.sampler.hf import HfSampler
@@ -77,8 +77,8 @@ class FakeServer:
         self.calls.append(request.path)
         self.version = content["weight_version"]
         if not self.is_deaf:
-            loaded = model.load(ModelParams(), Path(content["model_path"]))
-            self._sampler.update_weights(loaded.model.named_parameters(), 0)
+            for file in sorted(Path(content["model_path"]).glob("*.safetensors")):
+                self._sampler.update_weights(iter(load_file(file).items()), 0)
         return web.json_response({"success": True, "message": "ok"})
 
     async def checksums(self, request: web.Request) -> web.Response:

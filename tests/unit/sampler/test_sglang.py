@@ -19,14 +19,15 @@ from polyturn import model
 from polyturn.params import SglangParams
 from polyturn.processes import find
 from polyturn.render import Renderer
-from polyturn.sampler.base import SampleRequest
+from polyturn.rollout import Draw, RolloutSettings, rollout
+from polyturn.sampler.base import Sampler, SampleRequest
 from polyturn.sampler.hf import HfSampler
 from polyturn.sampler.sglang import process, wire
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
 from polyturn.sampler.sglang.fleet import Fleet, Server
 from polyturn.sampler.sglang.sampler import IdenticalSiblingsError, SglangSampler
 from polyturn.sampler.sglang.weights import Checksums, DiskTransfer, Named, buckets
-from polyturn.types import Message
+from polyturn.types import Message, StopReason, Trajectory
 from tests.unit import tiny
 from tests.unit.sampler.sglang_server import FakeServer, hash_tensor, serving
 
@@ -351,3 +352,36 @@ time.sleep(600)
 def _is_gone(pid: int) -> bool:
     found = find(pid)
     return found is None or not found.is_alive
+
+
+def test_a_rollout_over_the_wire_is_that_of_the_embedded_sampler(
+    server: FakeServer, tmp_path: Path
+):
+    """Seeds decide replies, so that trajectories which go on by themselves equal those in lockstep."""
+    settings = RolloutSettings.of(
+        tiny.params(
+            env={"build": "tests.unit.toy_envs:build_shower"},
+            rollout={"max_turns": 3, "max_turn_tokens": 6, "max_new_tokens": 18},
+        )
+    )
+    draw = Draw(seed=5, group_size=2, temperature=1.0)
+
+    def run(sampler: Sampler) -> list[Trajectory]:
+        groups = asyncio.run(rollout(tiny.problems(2), sampler, RENDERER, settings, draw))
+        return [trajectory for group in groups for trajectory in group.trajectories]
+
+    made = sampler(server, directory=tmp_path)
+    alone = run(made)
+    together = run(HfSampler(tiny.copy_of(POLICY), RENDERER))
+    assert [t.token_ids.tolist() for t in alone] == [t.token_ids.tolist() for t in together]
+    assert [t.stop_reason for t in alone] == [t.stop_reason for t in together]
+
+
+def test_a_prompt_of_another_length_fails_the_trajectory_alone(server: FakeServer, tmp_path: Path):
+    settings = RolloutSettings.of(tiny.params(env={"max_failure_fraction": 0.5}))
+    made = sampler(server, directory=tmp_path)
+    server.faults = ["longer prompt"]
+    draw = Draw(seed=5, group_size=2, temperature=1.0)
+    (group,) = asyncio.run(rollout(tiny.problems(1), made, RENDERER, settings, draw))
+    reasons = [trajectory.stop_reason for trajectory in group.trajectories]
+    assert reasons.count(StopReason.TOKEN_MISMATCH) == 1
