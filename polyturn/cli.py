@@ -33,6 +33,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_view(command("view", "write a page with trajectories: tokens, pictures, calls, rewards"))
     _add_play(command("play", "be the policy by hand in an environment; needs no model"))
     _add_evaluate(command("evaluate", "score a policy on held-out problems, also without pictures"))
+    stop = command("stop", "end training after this step, with the best policy so far")
+    stop.add_argument(
+        "target",
+        nargs="?",
+        default=".",
+        metavar="RUN",
+        help="the directory of the checkout or worktree that trains, or an MLflow run id in this one (%(default)s)",
+    )
+    stop.set_defaults(run=_stop)
     commands.add_parser("grade", help="grade answers (`polyturn grade --help`)")
     return parser
 
@@ -189,6 +198,14 @@ def _evaluate(chosen: argparse.Namespace) -> int:
         is_ablated=chosen.ablate_images,
     )
     print("\n".join(evaluate_cli.run(request)))
+    return 0
+
+
+def _stop(chosen: argparse.Namespace) -> int:
+    from polyturn import stop_request
+
+    work = stop_request.ask(chosen.target)
+    print(f"asked the run in {work} to end before its next step; the stage then succeeds")
     return 0
 
 
