@@ -204,7 +204,8 @@ class FsdpLearner:
 
         Where `shares_weights`, they are the live storage.
         """
-        return exported(self._names, lora.merge_factors(self.policy.model))
+        has_adapters = self.params.lora is not None
+        return exported(self._names, lora.merge_factors(self.policy.model) if has_adapters else {})
 
     def offload(self) -> float:
         """Move optimizer state and weights from the GPU to host memory and drop gradients; seconds that it took."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from polyturn.params import LoraParams
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 ADAPTER = "default"  # peft's name for the only adapter
 _BASE = ".base_layer."
@@ -33,6 +34,8 @@ def add_adapters(model: nn.Module, params: LoraParams, *, seed: int) -> None:
         ("language_model", "target_modules", params.target_modules),
         ("visual", "vision_modules", params.vision_modules),
     )
+    from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415  (seconds; only LoRA needs it)
+
     patterns: list[str] = []
     for tower, key, names in towers:
         for name in names:
@@ -77,7 +80,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
     peft's own switch also changes what is trainable, which sharded parameters do not take.
     """
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = list(_adapted(model).values())
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -89,11 +92,13 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 def merge_factors(model: nn.Module) -> dict[str, float]:
     """The scale of the adapters' product for each layer that has adapters, by the layer's name."""
-    return {
-        name: float(module.scaling[ADAPTER])
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLayer)
-    }
+    return {name: float(layer.scaling[ADAPTER]) for name, layer in _adapted(model).items()}
+
+
+def _adapted(model: nn.Module) -> dict[str, LoraLayer]:
+    from peft.tuners.lora import LoraLayer  # noqa: PLC0415
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def is_adapter(name: str) -> bool:

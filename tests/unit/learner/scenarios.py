@@ -30,6 +30,7 @@ def learner_of(
     temperature: float = 1.0,
     loss: Mapping[str, object] | LossParams | None = None,
     world: World = ONE,
+    device: torch.device | None = None,
     **params: object,
 ) -> FsdpLearner:
     """A learner of its own copy of the policy."""
@@ -38,7 +39,9 @@ def learner_of(
     )
     own = tiny.copy_of(policy)
     minimised = LossParams.model_validate(loss or {})
-    return FsdpLearner(own, Renderer(own), chosen, minimised, temperature, world=world)
+    return FsdpLearner(
+        own, Renderer(own), chosen, minimised, temperature, world=world, device=device
+    )
 
 
 def samples(renderer: Renderer) -> list[TrainingSample]:
@@ -121,10 +124,12 @@ class Outcome:
     weights: Tensors
 
 
-def outcome_of(scenario: Scenario, world: World) -> Outcome:
+def outcome_of(scenario: Scenario, world: World, device: torch.device | None = None) -> Outcome:
     """Run a scenario (collective)."""
     policy = getattr(tiny, scenario.policy)()
-    learner = learner_of(policy, loss=scenario.loss, world=world, **dict(scenario.params or {}))
+    learner = learner_of(
+        policy, loss=scenario.loss, world=world, device=device, **dict(scenario.params or {})
+    )
     everything = samples(learner.renderer)
     chosen = [everything[index] for index in scenario.samples]
     stats = [update(learner, chosen, is_on_policy=True)]
