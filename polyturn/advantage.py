@@ -45,7 +45,7 @@ def group_advantages(
     """Advantage of each sibling of one group: reward minus the group's mean, divided by its sample deviation.
 
     GRPO (arXiv:2402.03300, section 4.1.2), without deviation Dr. GRPO (arXiv:2503.20783). With `leave_one_out` the
-    mean is that of the other siblings (RLOO, arXiv:2402.14740, section 3.4.2), the deviation still the whole group's.
+    mean is that of the other siblings (RLOO, arXiv:2402.14740), the deviation still the whole group's.
     Siblings without a reward (failed, aborted) get None and leave the baseline. Equal rewards, and a group with
     fewer than two rewards, give exactly 0. Sums are exact, so that the order of siblings changes nothing.
 
@@ -77,7 +77,7 @@ def advantages(outcomes: Sequence[Outcome], params: LossParams) -> list[float | 
         >>> advantages(split, LossParams(normalize_std=False))
         [0.5, 0.5, 0.5, -0.5]
 
-    reinforce_plus_plus_baseline (arXiv:2501.03262, section 3.3) divides by the deviation over all rollouts of the
+    reinforce_plus_plus_baseline (arXiv:2501.03262) divides by the deviation over all rollouts of the
     batch instead of the group's; their mean is 0 as it is that of every group.
 
     Raises:

@@ -29,11 +29,11 @@ class Surrogate:
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, params: LossParams) -> Surrogate:
-    """Separate bounds (PPO arXiv:1707.06347 eq. 7; clip-higher, DAPO arXiv:2503.14476 eq. 8), ratio [N].
+    """Separate bounds (PPO arXiv:1707.06347 eq. 7; clip-higher, DAPO arXiv:2503.14476 section 3.1), ratio [N].
 
         loss = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
 
-    and with dual_clip c, min(loss, -c * A) where A < 0 (arXiv:1912.09729 eq. 5). A token is clipped when the bound
+    and with dual_clip c, min(loss, -c * A) where A < 0 (arXiv:1912.09729). A token is clipped when the bound
     took its gradient away: above 1 + clip_high with A > 0, below 1 - clip_low with A < 0.
 
         >>> loss = LossParams(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
@@ -55,12 +55,12 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, params: LossParams) -> 
 def cispo_surrogate(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, params: LossParams
 ) -> Surrogate:
-    """The clipped ratio as a detached weight of the policy gradient (CISPO, arXiv:2506.13585 eq. 4), all [N].
+    """The clipped ratio as a detached weight of the policy gradient (CISPO, arXiv:2506.13585), all [N].
 
         loss = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) * A * logprob
 
     No token loses its gradient. A token counts as clipped when its weight was; clip_low >= 1 is no lower bound.
     """
-    weight = ratio.detach().clamp(max(0.0, 1 - params.clip_low), 1 + params.clip_high)
+    weight = ratio.detach().clamp(1 - params.clip_low, 1 + params.clip_high)
     nothing = torch.zeros_like(advantages, dtype=torch.bool)
     return Surrogate(-weight * advantages * logprobs, weight != ratio.detach(), nothing)

@@ -84,6 +84,7 @@ def test_grpo_19_at_sequence_level_it_is_the_geometric_mean() -> None:
         (0.5, -1.0, 0.8, 0.0, 1),  # below 1 - clip_low: no further push down
         (1.5, -1.0, 1.5, 1.5, 0),  # above on a bad token: pushed back down
         (9.0, -1.0, 3.0, 0.0, 0),  # far above on a bad token: bounded by dual_clip
+        (9.0, 0.0, 0.0, 0.0, 0),  # neither good nor bad: no bound acts
     ],
 )
 def test_clip_bounds_and_gradients(
@@ -99,7 +100,7 @@ def test_clip_bounds_and_gradients(
     assert new.grad.item() == pytest.approx(gradient)
     metrics = terms.sums.values()
     assert metrics["pg_clipfrac"] == clipped
-    assert metrics["pg_clipfrac_lower"] == (ratio == 9.0)
+    assert metrics["pg_clipfrac_lower"] == (loss == 3.0)
 
 
 @pytest.mark.parametrize(
