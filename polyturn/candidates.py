@@ -15,6 +15,11 @@ from polyturn.model import Policy
 from polyturn.world import ONE, World
 
 
+def version_path(directory: Path, version: int) -> Path:
+    """Where a version lies below the candidates' directory."""
+    return directory / f"version_{version:06d}"
+
+
 @dataclass(frozen=True)
 class Candidates:
     """Writes the policy in training as a Hugging Face directory per version; a version is never written over.
@@ -30,7 +35,7 @@ class Candidates:
 
     def path(self, version: int) -> Path:
         """Where a version lies."""
-        return self.directory / f"version_{version:06d}"
+        return version_path(self.directory, version)
 
     def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write the policy with `weights`, whole and under Hugging Face names (collective: all ranks take them all).

@@ -36,16 +36,17 @@ class Progress:
     """Shows how far a loop of `total` steps (0: unknown) has come; close it, or use it as a context.
 
     On a terminal it is a tqdm bar on stderr. Elsewhere `::progress DONE/TOTAL description key=value ...`
-    goes to stdout at most once a second, and always for the first and the last step.
+    goes to stdout at most once a second, and always for the first and the last step; nothing unless `is_shown`.
     """
 
-    def __init__(self, total: int, description: str) -> None:
+    def __init__(self, total: int, description: str, *, is_shown: bool = True) -> None:
         self._total = total
         self._description = description
         self._done = 0
         self._printed_s = 0.0
         self._bar = None
-        if sys.stderr.isatty() and sys.stdout.isatty():
+        self._is_shown = is_shown
+        if is_shown and sys.stderr.isatty() and sys.stdout.isatty():
             self._bar = tqdm(total=total or None, desc=description, dynamic_ncols=True)
 
     def update(self, n: int = 1, **shown: object) -> None:
@@ -57,6 +58,8 @@ class Progress:
             self._bar.update(n)
             return
         now = time.monotonic()
+        if not self._is_shown:
+            return
         if self._done == self._total or now - self._printed_s >= _INTERVAL_S:
             self._printed_s = now
             pairs = " ".join(f"{key}={value}" for key, value in values.items())

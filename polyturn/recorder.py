@@ -23,6 +23,7 @@ from polyturn.types import Group, Json, TrainingSample
 logger = logging.getLogger(__name__)
 
 PICTURES = "png"
+TRAJECTORIES = "trajectories"
 _SHOWN = {  # beside the progress bar; a debug mode lacks some
     "reward": "rollout/raw_reward",
     "turns": "multi_turn/turns/mean",
@@ -93,7 +94,7 @@ class Recorder:
     @property
     def trajectory_dir(self) -> Path:
         """Where step files and their pictures lie."""
-        return self.directory / "trajectories"
+        return self.directory / TRAJECTORIES
 
     def begin(self, history: Sequence[Metrics]) -> None:
         """Start with the history of a checkpoint (empty: from scratch); later trajectory files are removed."""

@@ -14,7 +14,6 @@ def check_supported(chosen: Params) -> None:
     for key, value, known in (
         ("sampler.backend", chosen.sampler.backend, "hf"),
         ("learner.backend", chosen.learner.backend, "fsdp"),
-        ("learner.num_processes", chosen.learner.num_processes, 1),
     ):
         if value != known:
             raise ParamsError(f"{key}: {value} is not in this version of polyturn; use {known}")

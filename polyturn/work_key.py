@@ -14,8 +14,14 @@ from polyturn import layout
 from polyturn.params import Params
 from polyturn.params_tree import read_tree
 
-# Keys that change when or where something is written, or how far a run goes, but not what a step computes.
-_NOT_IN_KEY = {"train": ("steps", "checkpoint_every", "resume", "work_uri")}
+# Keys that change when or where something is written, how far a run goes or how work is spread, but not what a step
+# computes (but for rounding).
+_NOT_IN_KEY = {
+    "train": (
+        "steps", "checkpoint_every", "keep_checkpoints", "resume", "work_uri", "stop", "max_logprob_gap",
+    ),
+    "learner": ("num_processes", "reshard_after_forward", "offload"),
+}  # fmt: skip
 _PACKAGES = (
     "torch",
     "transformers",

@@ -55,10 +55,10 @@ def run_stage(name: str, body: Body) -> NoReturn:
     Exit codes: 0; 2 for what the user has to mend (not worth a retry); 1 for any other failure;
     143 or 130 when ended by SIGTERM or SIGINT. The outcome also goes to `status_file(name)`.
     """
-    _log_to(layout.STATE / "logs" / f"{name}.log")
+    log_to(layout.STATE / "logs" / f"{name}.log")
     outcome = failure.Outcome(0, "")
     try:
-        with _signals_end_it():
+        with signals_end_it():
             _run(name, body)
     except (
         BaseException
@@ -152,7 +152,7 @@ def _record_time(name: str, *, run_id: str, seconds: float) -> None:
 
 
 @contextmanager
-def _signals_end_it() -> Iterator[None]:
+def signals_end_it() -> Iterator[None]:
     """Turn SIGTERM into an exception, so that files and the MLflow run are left in order."""
 
     def end(number: int, frame: object) -> None:
@@ -177,13 +177,13 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
-def _log_to(path: Path) -> None:
-    """Send INFO to the console and everything of polyturn, with tracebacks, to `path` (of the last run only)."""
+def log_to(path: Path, *, console: int = logging.INFO) -> None:
+    """Send `console` and above to stderr and everything of polyturn, with tracebacks, to `path` (of the last run only)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    console = _ConsoleHandler(logging.INFO)
-    console.setFormatter(logging.Formatter("%(message)s"))
+    shown = _ConsoleHandler(console)
+    shown.setFormatter(logging.Formatter("%(message)s"))
     file = logging.FileHandler(path, mode="w")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[console, file], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[shown, file], force=True)
     for package in ("polyturn", "tasks", "plugins"):
         logging.getLogger(package).setLevel(logging.DEBUG)

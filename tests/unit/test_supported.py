@@ -13,7 +13,6 @@ from polyturn.supported import check_supported
     [
         ("sampler", "backend", "sglang"),
         ("learner", "backend", "megatron"),
-        ("learner", "num_processes", 2),
     ],
 )
 def test_each_missing_part_is_named_with_its_key(section: str, key: str, value: object) -> None:
@@ -23,3 +22,7 @@ def test_each_missing_part_is_named_with_its_key(section: str, key: str, value: 
 
 def test_the_defaults_are_supported() -> None:
     check_supported(parse({}))
+
+
+def test_several_processes_are_supported() -> None:
+    check_supported(parse({"learner": {"num_processes": 2}}))

@@ -42,6 +42,8 @@ def params(**changes: object) -> Params:
         {"train": {"checkpoint_every": 7}},
         {"train": {"resume": "never"}},
         {"train": {"work_uri": "/tmp/elsewhere"}},
+        {"train": {"keep_checkpoints": 7}},
+        {"learner": {"num_processes": 2}},
         {"evaluate": {"greedy": False}},
         {"tracking": {"experiment": "other"}},
     ],

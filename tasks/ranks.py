@@ -1,0 +1,163 @@
+"""Several processes train one policy: torchrun's agent starts them here, and the first error of one ends all.
+
+`python -m tasks.ranks WORK RUN_ID LAUNCHER` is one of them, in the environment that the agent gives it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from polyturn import layout, lease, params, processes, world
+from polyturn.params import Params
+from polyturn.processes import Process
+from polyturn.recorder import MetricsSink
+from polyturn.tracking.run import attach_run
+from polyturn.world import LostPeerError, RankError, RankInputError
+from tasks import failure, training
+from tasks.context import log_to, signals_end_it, write_json
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "tasks.ranks"
+_MONITOR_S = 0.1  # between looks at the ranks
+
+
+def run_ranks(num_processes: int, work: Path, run_id: str) -> None:
+    """Train on `num_processes` ranks of this host; they log to the MLflow run `run_id`, and die with this process.
+
+    Raises:
+        RankInputError, RankError: a rank failed; the message is that of the one that failed first.
+    """
+    for rank in range(num_processes):
+        _outcome_path(work, rank).unlink(missing_ok=True)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=work.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=_MONITOR_S,
+    )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # told below, once
+    launcher = str(processes.current())
+    try:
+        elastic_launch(config, sys.executable)("-m", _MODULE, str(work), run_id, launcher)
+    except ChildFailedError as error:
+        codes = {rank: found.exitcode for rank, found in error.failures.items()}
+        raise _first_failure(work, codes) from None
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise failure.Terminated from None
+
+
+def _first_failure(work: Path, codes: dict[int, int]) -> Exception:
+    """The error to tell: of a rank that was killed, else the earliest that is not the loss of another rank."""
+    for rank, code in sorted(codes.items()):
+        if code < 0 and code != -signal.SIGTERM and not _outcome_path(work, rank).exists():
+            return RankError(f"rank {rank} was ended by {signal.Signals(-code).name}")
+    left = [
+        (told["is_lost_peer"], told["at"], rank, told)
+        for rank in codes
+        if (path := _outcome_path(work, rank)).exists() and (told := json.loads(path.read_text()))
+    ]
+    if not left:
+        rank, code = min(codes.items())
+        return RankError(f"rank {rank} ended with exit code {code}; see {_log_path(rank)}")
+    _, _, rank, told = min(left, key=lambda item: item[:3])
+    message = told["message"]
+    text = message if message.startswith("rank ") else f"rank {rank}: {message}"
+    return (RankInputError if told["exit_code"] == failure.USER_ERROR else RankError)(text)
+
+
+# -- one rank -------------------------------------------------------------------------------------------------
+
+
+class _Nowhere:
+    """The metrics sink of ranks that write nothing."""
+
+    def log_metrics(self, *_: object, **__: object) -> None:
+        """Take nothing."""
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Train as one rank and exit as a stage does; an error is left in the work directory for the launcher."""
+    work, run_id, launcher = Path(arguments[0]), arguments[1], processes.parse(arguments[2])
+    rank = int(os.environ["RANK"])
+    log_to(_log_path(rank), console=logging.INFO if rank == 0 else logging.CRITICAL)
+    processes.die_with(launcher, name="the launcher")
+    outcome = failure.Outcome(0, "")
+    try:
+        with signals_end_it():
+            _train(work, run_id, launcher)
+    except (
+        BaseException
+    ) as error:  # the boundary: whatever happened becomes a file and an exit code
+        outcome = failure.explain(error)
+        logger.debug("rank %d", rank, exc_info=True)
+        write_json(
+            _outcome_path(work, rank),
+            {
+                "exit_code": outcome.exit_code,
+                "message": outcome.message,
+                "is_lost_peer": _is_lost_peer(error),
+                "at": time.time(),
+            },
+        )
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(
+        outcome.exit_code
+    )  # a thread in a collective with a rank that has gone would hold the exit up
+
+
+def _train(work: Path, run_id: str, launcher: Process) -> None:
+    loaded: Params = params.load(layout.PARAMS)
+    with ExitStack() as stack:
+        here = stack.enter_context(world.joined())
+        sink: MetricsSink = _Nowhere()
+        if here.is_main:
+            # The launcher's lease ends with it; this one does when its ranks have stopped to write.
+            lock = work.with_suffix(".ranks.lock")
+            what = f"training run {work.name}"
+            stack.enter_context(lease.hold(lock, what=what, parent=launcher))
+            sink = attach_run(loaded.tracking, root=Path.cwd(), run_id=run_id)
+        here.barrier()
+        training.train(loaded, work, sink, here)
+        here.barrier()
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether the error only says that another rank has gone; torch's collectives have no class for that."""
+    text = str(error)
+    marks = ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "Broken pipe")
+    is_torch = type(error) is RuntimeError or type(error).__name__ == "DistBackendError"
+    return isinstance(error, LostPeerError) or (is_torch and any(mark in text for mark in marks))
+
+
+def _outcome_path(work: Path, rank: int) -> Path:
+    return work / f"rank_{rank}.json"
+
+
+def _log_path(rank: int) -> Path:
+    return layout.STATE / "logs" / f"train_rank{rank}.log"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

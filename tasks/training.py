@@ -1,0 +1,125 @@
+"""What each process of a training run does: put the parts together and run the loop; rank 0 leaves the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from polyturn import data, grpo, layout, model, stop_request
+from polyturn.candidates import Candidates, version_path
+from polyturn.checkpoint_writer import CheckpointWriter
+from polyturn.debug import NoSampler
+from polyturn.determinism import choose_kernels
+from polyturn.grpo import TrainingOutcome
+from polyturn.journal import Journal
+from polyturn.learner.fsdp import FsdpLearner
+from polyturn.metrics import curve_csv
+from polyturn.model import DTYPES, Policy
+from polyturn.params import Params
+from polyturn.parts import Parts
+from polyturn.progress import Progress
+from polyturn.recorder import TRAJECTORIES, MetricsSink, Recorder
+from polyturn.render import Renderer
+from polyturn.run_state import Best
+from polyturn.runtime import set_up_torch
+from polyturn.sampler.base import Sampler
+from polyturn.sampler.hf import HfSampler
+from polyturn.stop_rules import Stopped
+from polyturn.types import Problem
+from polyturn.world import ONE, World
+from tasks.context import write_json
+
+CURVE = "train_curve.csv"
+_CANDIDATES = "candidates"
+_OUTCOME = "outcome.json"
+
+
+def train(params: Params, work: Path, sink: MetricsSink, world: World = ONE) -> None:
+    """Train in the work directory, from its newest checkpoint if params.train.resume allows it (collective)."""
+    set_up_torch(params)
+    choose_kernels(params)
+    (work / _OUTCOME).unlink(missing_ok=True)
+    with Progress(params.train.steps, "train", is_shown=world.is_main) as progress:
+        journal = Journal(work / "journal.jsonl") if world.is_main else Journal(None)
+        recorder = Recorder(work, sink, progress, journal=journal, is_main=world.is_main)
+        parts = _parts(params, recorder, work, world)
+        with parts.checkpoints:
+            is_resumed = params.train.resume != "never"
+            outcome = asyncio.run(grpo.train(parts, params, resume=is_resumed))
+    if world.is_main:
+        (work / CURVE).write_text(curve_csv(recorder.history))
+        write_json(work / _OUTCOME, asdict(outcome))
+
+
+def outcome_in(work: Path) -> TrainingOutcome:
+    """What `train` left in the work directory."""
+    content = json.loads((work / _OUTCOME).read_text())
+    stopped = content["stopped"]
+    return TrainingOutcome(Best(**content["best"]), Stopped(**stopped) if stopped else None)
+
+
+def published_in(work: Path, best: Best) -> Path:
+    """The directory of the best policy."""
+    return version_path(work / _CANDIDATES, best.version)
+
+
+def trajectories_in(work: Path) -> Path:
+    """The directory of step files and pictures."""
+    return work / TRAJECTORIES
+
+
+def _parts(params: Params, recorder: Recorder, work: Path, world: World) -> Parts:
+    policy = model.load(params.model, layout.WARMSTART)
+    renderer = Renderer(policy)
+    problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
+    _check_problems(params, policy, problems)
+    learner = FsdpLearner(
+        policy,
+        renderer,
+        params.learner,
+        params.loss,
+        params.rollout.temperature,
+        seed=params.seed,
+        world=world,
+    )
+    # Sharded modules cannot generate, as ranks call them unequally often: the sampler gets plain ones of its own.
+    plain = policy if learner.shares_weights else model.load(params.model, layout.WARMSTART)
+    dtype = params.train.export_dtype
+    return Parts(
+        sampler=_sampler(plain, params),
+        learner=learner,
+        renderer=renderer,
+        train=[problem for problem in problems if problem.split == "train"],
+        validation=[problem for problem in problems if problem.split == "validation"],
+        recorder=recorder,
+        checkpoints=CheckpointWriter(
+            work / "checkpoints", keep=params.train.keep_checkpoints, world=world
+        ),
+        candidates=Candidates(plain, work / _CANDIDATES, world, DTYPES[dtype] if dtype else None),
+        world=world,
+        stop_request=partial(stop_request.reason, work),
+    )
+
+
+def _sampler(policy: Policy, params: Params) -> Sampler:
+    if params.train.debug.mode == "train_only":
+        return NoSampler()
+    return HfSampler(policy, Renderer(policy), is_vision_frozen=params.learner.freeze_vision)
+
+
+def _check_problems(params: Params, policy: Policy, problems: Sequence[Problem]) -> None:
+    if not any(problem.split == "validation" for problem in problems):
+        raise ValueError(
+            "data.num_validation: no validation problem is left to choose the best policy by; raise it, or see "
+            "the reasons in artifacts/*/quarantine.jsonl"
+        )
+    limit = policy.model.config.text_config.max_position_embeddings
+    if params.rollout.max_context_tokens > limit:
+        raise ValueError(
+            f"rollout.max_context_tokens is {params.rollout.max_context_tokens}, but the model has {limit} "
+            "positions; lower it"
+        )
