@@ -64,8 +64,11 @@ def encode(
         patches = torch.cat([patch for patch, _ in read]).to(device)
         grids = torch.stack([grid for _, grid in read]).to(device)
         output = policy.model.model.get_image_features(patches, image_grid_thw=grids)
-        levels = [output.pooler_output, *getattr(output, "deepstack_features", ())]
-        encoded += [Features(tuple(level)) for level in zip(*levels, strict=True)]
+        sizes = (grids.prod(-1) // policy.family.merge_size**2).tolist()
+        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        # transformers 5.24 gives every level a picture, 5.12 some as one tensor of all pictures
+        split = [x.split(sizes) if isinstance(x, torch.Tensor) else x for x in levels]
+        encoded += [Features(tuple(level)) for level in zip(*split, strict=True)]
     return encoded
 
 

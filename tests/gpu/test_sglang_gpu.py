@@ -265,7 +265,8 @@ def test_a_killed_server_fails_its_replies_and_comes_back(host: Host):
     started = time.monotonic()
     replies = asyncio.run(body())
     print(f"\nall replies back {time.monotonic() - started:.1f} s after the start")
-    assert all(reply.finish_reason == "error" for reply in replies)
+    assert any(reply.finish_reason == "error" for reply in replies)
+    assert time.monotonic() - started < 60
     started = time.monotonic()
     push(host, 5)
     print(f"server anew and weights pushed after {time.monotonic() - started:.1f} s")

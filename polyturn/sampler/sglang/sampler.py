@@ -18,6 +18,7 @@ from polyturn.sampler.base import Reply, SampleRequest
 from polyturn.sampler.sglang import wire
 from polyturn.sampler.sglang.control import ServerError
 from polyturn.sampler.sglang.fleet import Fleet, Server
+from polyturn.sampler.sglang.wires import Wires
 from polyturn.seeds import derive
 
 logger = logging.getLogger(__name__)
@@ -61,8 +62,7 @@ class SglangSampler:
     counts: SglangCounts = field(default_factory=SglangCounts)
     _uris: wire.PictureUris = field(default_factory=wire.PictureUris)
     _version: int = -1
-    _session: aiohttp.ClientSession | None = None
-    _loop: asyncio.AbstractEventLoop | None = None
+    _wires: Wires | None = None
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Reply]:
         """Sample one reply per request, in the order of the requests, all in flight together.
@@ -70,7 +70,8 @@ class SglangSampler:
         A request that fails on its server is tried again (`retries`), on another server if there is one; what
         remains failed comes back with finish_reason "error".
         """
-        return list(await asyncio.gather(*(self._one(request) for request in requests)))
+        asked = (self._open().submit(self._one(request)) for request in requests)
+        return list(await asyncio.gather(*asked))
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Push weights to all servers, empty their prefix caches, and compare checksums.
@@ -98,9 +99,9 @@ class SglangSampler:
 
     def close(self) -> None:
         """End servers that polyturn started."""
-        if self._session is not None and self._loop is not None and not self._loop.is_closed():
-            self._loop.create_task(self._session.close())
-        self._session = None
+        if self._wires is not None:
+            self._wires.close()
+            self._wires = None
         self.fleet.close()
 
     # -- one reply --------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class SglangSampler:
             if attempt:
                 self.counts.retries += 1
             try:
-                async with self._limit:
+                async with self._open().limit:
                     answer = await self._post(server, request)
             except (aiohttp.ClientError, TimeoutError, ServerError) as error:
                 failure = f"{server.control.url}: {type(error).__name__}: {error}"
@@ -142,7 +143,7 @@ class SglangSampler:
         content = wire.body(request, self.settings, self._uris, rid=rid, tower=tower)
         url = f"{server.control.url}/generate"
         try:
-            async with self._client.post(url, json=content) as response:
+            async with self._open().session.post(url, json=content) as response:
                 answer = await response.json(content_type=None)
                 if response.status != 200:
                     raise ServerError(f"HTTP {response.status}: {str(answer)[:300]}")
@@ -155,7 +156,9 @@ class SglangSampler:
         """Tell a server that nobody waits for this reply any longer."""
         try:
             url = f"{server.control.url}/abort_request"
-            async with self._client.post(url, json={"rid": rid}, timeout=aiohttp.ClientTimeout(5)):
+            async with self._open().session.post(
+                url, json={"rid": rid}, timeout=aiohttp.ClientTimeout(5)
+            ):
                 pass
         except (aiohttp.ClientError, TimeoutError) as error:
             logger.warning("abort of %s at %s: %s", rid, server.control.url, error)
@@ -163,23 +166,10 @@ class SglangSampler:
     def _failed(self, error: str) -> Reply:
         return Reply((), (), "error", 0, self._version, error)
 
-    @property
-    def _client(self) -> aiohttp.ClientSession:
-        """The HTTP session of the running loop."""
-        loop = asyncio.get_running_loop()
-        if self._session is None or self._loop is not loop:
-            self._loop = loop
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(self.params.request_timeout_s),
-            )
-            self._semaphore = asyncio.Semaphore(self.params.max_concurrency)
-        return self._session
-
-    @property
-    def _limit(self) -> asyncio.Semaphore:
-        assert self._client is not None
-        return self._semaphore
+    def _open(self) -> Wires:
+        if self._wires is None:
+            self._wires = Wires(self.params.request_timeout_s, self.params.max_concurrency)
+        return self._wires
 
     async def probe_seeds(self, request: SampleRequest) -> None:
         """Check that the server honours seeds: two replies to one prompt with two seeds must differ.

@@ -20,7 +20,7 @@ from polyturn.params import SglangParams
 from polyturn.processes import find
 from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout
-from polyturn.sampler.base import Sampler, SampleRequest
+from polyturn.sampler.base import Reply, Sampler, SampleRequest
 from polyturn.sampler.hf import HfSampler
 from polyturn.sampler.sglang import process, wire
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
@@ -33,6 +33,16 @@ from tests.unit.sampler.sglang_server import FakeServer, hash_tensor, serving
 
 POLICY = tiny.qwen3()
 RENDERER = Renderer(POLICY)
+
+
+MADE: list[SglangSampler] = []
+
+
+@pytest.fixture(autouse=True)
+def closing() -> Iterator[None]:
+    yield
+    while MADE:
+        MADE.pop().close()
 
 
 @pytest.fixture
@@ -61,6 +71,7 @@ def sampler(
     family = policy.family
     settings = wire.WireSettings(family.end_of_turn_id, family.banned_ids, is_seeded=True)
     made = SglangSampler(fleet, settings, chosen, is_vision_frozen=True)
+    MADE.append(made)
     made.update_weights(policy.model.named_parameters(remove_duplicate=False), 0)
     return made
 
@@ -73,14 +84,8 @@ def request(number: int = 0, *, turns: int = 1, limit: int = 8) -> SampleRequest
     return SampleRequest(f"0/{number}", tuple(ids), tuple(images), 100 + number, limit)
 
 
-def ask(sampler: SglangSampler, *requests: SampleRequest):
-    async def body():
-        replies = await sampler.generate(requests)
-        assert sampler._session is not None
-        await sampler._session.close()
-        return replies
-
-    return asyncio.run(body())
+def ask(sampler: SglangSampler, *requests: SampleRequest) -> list[Reply]:
+    return asyncio.run(sampler.generate(requests))
 
 
 def test_replies_are_those_of_the_engine_behind_the_wire(server: FakeServer, tmp_path: Path):
