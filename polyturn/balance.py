@@ -122,15 +122,15 @@ def _fill(
     """Longest piece first into the emptiest bin, with as few micro-batches per rank as the budget allows."""
     costs = {id(piece): _cost(piece, loads, patch_cost) for piece in pieces}
     order = sorted(pieces, key=lambda piece: (-costs[id(piece)], piece[0]))
-    steps = max(1, math.ceil(sum(costs.values()) / (num_ranks * max_tokens)))
+    most = max(1, math.ceil(len(order) / num_ranks))
+    steps = min(most, max(1, math.ceil(sum(costs.values()) / (num_ranks * max_tokens))))
     while True:
         bins = [_Bin(patch_cost) for _ in range(num_ranks * steps)]
         for piece in order:
             emptiest = min(bins, key=lambda one: one.cost)
             for index in piece:
                 emptiest.add(index, loads[index])
-        largest = max((costs[id(piece)] for piece in order), default=0.0)
-        if max(one.cost for one in bins) <= max(max_tokens, largest) or steps >= len(order):
+        if all(one.cost <= max_tokens or len(one.samples) == 1 for one in bins) or steps == most:
             return bins
         steps += 1
 

@@ -58,6 +58,7 @@ def test_every_sample_once_within_the_budget_and_ranks_in_step(
     assert len({len(batches) for batches in ranks}) == 1
     batches = [batch for rank in ranks for batch in rank]
     assert sorted(itertools.chain(*batches)) == list(range(len(loads)))
+    assert not loads or all(any(together) for together in zip(*ranks, strict=True))
     for batch in batches:
         alone = max((cost([index], loads, patch_cost) for index in batch), default=0.0)
         assert cost(batch, loads, patch_cost) <= max(budget, alone) + 1e-9
