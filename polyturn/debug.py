@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 class NoSampler:
     """Takes the sampler's place where nothing is sampled (train.debug.mode: train_only)."""
 
+    @property
+    def is_lockstep(self) -> bool:
+        """Nothing is sampled, in any order."""
+        return True
+
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Reply]:
         """Refuse.
 
