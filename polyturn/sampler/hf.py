@@ -20,6 +20,8 @@ from polyturn.model import Policy
 from polyturn.positions import mrope_positions
 from polyturn.render import Renderer
 from polyturn.sampler.base import Reply, SampleRequest
+from polyturn.sampler.drafts import Drafts
+from polyturn.sampler.drawing import draw_tokens
 from polyturn.sampler.kv_cache import ColumnCache
 from polyturn.types import ImageRecord
 
@@ -31,6 +33,21 @@ class _Prompt:
     token_ids: np.ndarray
     positions: np.ndarray
     images: tuple[ImageRecord, ...]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The end of a prompt that a row's cache lacks: from `num_cached` on, `num_sampled` of it sampled tokens."""
+
+    prompt: _Prompt
+    num_cached: int = 0
+    num_sampled: int = 0
+    num_images: int = 0  # whose features are in the cache
+
+    @property
+    def length(self) -> int:
+        """Tokens to feed."""
+        return len(self.prompt.token_ids) - self.num_cached
 
 
 @dataclass
@@ -46,7 +63,11 @@ class _Live:
 
 @dataclass
 class SamplerCounts:
-    """What was computed since the last reset: decoder tokens (fillers not counted) and encoded pictures."""
+    """What was computed since the last reset: decoder tokens (fillers not counted) and encoded pictures.
+
+    `prefill_tokens` are those of prompts and observations, `decode_tokens` the sampled ones. A reply's last token
+    is fed only if the trajectory goes on, with the observation that follows it.
+    """
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -59,12 +80,18 @@ class HfSampler:
     is_lockstep = True
 
     def __init__(
-        self, policy: Policy, renderer: Renderer, *, is_vision_frozen: bool = False
+        self,
+        policy: Policy,
+        renderer: Renderer,
+        *,
+        is_vision_frozen: bool = False,
+        vision_cache_mb: int = vision.CACHE_MB,
     ) -> None:
         self._policy = policy
         self._renderer = renderer
         self._is_vision_frozen = is_vision_frozen
-        self._features = vision.FeatureStore(policy, vision.PatchReader(policy))
+        cache = vision_cache_mb * 10**6
+        self._features = vision.FeatureStore(policy, vision.PatchReader(policy, cache), cache)
         self._live: _Live | None = None
         self._version = 0
         self.counts = SamplerCounts()
@@ -79,10 +106,11 @@ class HfSampler:
     @torch.no_grad()  # on a plain function: around a coroutine it would end before the body runs
     def _generate(self, requests: Sequence[SampleRequest]) -> list[Reply]:
         prompts = [self._prompt(request) for request in requests]
-        if not self._extends(requests):
-            hidden = self._prefill(requests, prompts)
+        room = max(request.max_new_tokens for request in requests)
+        if self._extends(requests):
+            hidden = self._continue(requests, prompts, room)
         else:
-            hidden = self._continue(requests, prompts)
+            hidden = self._prefill(requests, prompts, room)
         return self._decode(requests, prompts, hidden)
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -102,6 +130,10 @@ class HfSampler:
         """Forget cached keys, values and features."""
         self._live = None
         self._features.clear()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._policy.model.parameters()).device
 
     # -- prompts ----------------------------------------------------------------------------------------------
 
@@ -140,7 +172,9 @@ class HfSampler:
                 return False
         return True
 
-    def _prefill(self, requests: Sequence[SampleRequest], prompts: Sequence[_Prompt]) -> Tensor:
+    def _prefill(
+        self, requests: Sequence[SampleRequest], prompts: Sequence[_Prompt], room: int
+    ) -> Tensor:
         """Feed each distinct prompt once, then give every request its own row; returns hidden [B, H]."""
         keys = [
             (request.engine_ids, tuple(i.sha256 for i in request.images)) for request in requests
@@ -148,135 +182,123 @@ class HfSampler:
         first_of = {key: index for index, key in reversed(list(enumerate(keys)))}
         distinct = sorted(first_of.values())
         row_of = {keys[index]: row for row, index in enumerate(distinct)}
-        self._live = _Live(
-            ColumnCache(self._policy.model.config.text_config.num_hidden_layers), {}, {}, {}, {}
-        )
-        hidden = self._feed([(prompts[i], 0, 0) for i in distinct])
+        num_layers = self._policy.model.config.text_config.num_hidden_layers
+        cache = ColumnCache(num_layers, len(distinct), self._device)
+        self._live = _Live(cache, {}, {}, {}, {})
+        hidden = self._feed([_Part(prompts[index]) for index in distinct])
         rows = torch.tensor([row_of[key] for key in keys])
-        self._live.cache.select(rows)
-        return hidden.index_select(0, rows)
+        cache.select(rows, room)
+        return hidden.index_select(0, rows.to(hidden.device))
 
-    def _continue(self, requests: Sequence[SampleRequest], prompts: Sequence[_Prompt]) -> Tensor:
-        """Feed what each session's cache lacks; returns hidden [B, H]."""
+    def _continue(
+        self, requests: Sequence[SampleRequest], prompts: Sequence[_Prompt], room: int
+    ) -> Tensor:
+        """Feed what each session's cache lacks: the reply's last token and the observation; returns hidden [B, H]."""
         live = self._live
         assert live is not None
-        live.cache.select(torch.tensor([live.row_of[request.session] for request in requests]))
-        return self._feed(
-            [
-                (prompt, live.num_cached[request.session], len(live.images[request.session]))
-                for request, prompt in zip(requests, prompts, strict=True)
-            ]
-        )
+        parts = [
+            _Part(
+                prompt,
+                live.num_cached[request.session],
+                1,
+                len(live.images[request.session]),
+            )
+            for request, prompt in zip(requests, prompts, strict=True)
+        ]
+        rows = torch.tensor([live.row_of[request.session] for request in requests])
+        live.cache.select(rows, max(part.length for part in parts) + room)
+        return self._feed(parts)
 
-    def _feed(self, parts: Sequence[tuple[_Prompt, int, int]]) -> Tensor:
-        """Feed the tokens of each row from `start` on, right aligned; returns the last hidden state [B, H]."""
+    def _feed(self, parts: Sequence[_Part]) -> Tensor:
+        """Feed each row's part, right aligned; returns the last hidden state [B, H]."""
         live = self._live
         assert live is not None
-        lengths = [len(prompt.token_ids) - start for prompt, start, _ in parts]
-        width, rows = max(lengths), len(parts)
+        width, rows = max(part.length for part in parts), len(parts)
         token_ids = torch.full((rows, width), self._policy.family.padding_id)
         positions = torch.zeros(3, rows, width, dtype=torch.int64)
         is_real = torch.zeros(rows, width, dtype=torch.bool)
         images: list[ImageRecord] = []
-        for row, (prompt, start, first_image) in enumerate(parts):
-            token_ids[row, width - lengths[row] :] = torch.from_numpy(prompt.token_ids[start:])
-            positions[:, row, width - lengths[row] :] = torch.from_numpy(
-                prompt.positions[:, start:]
-            )
-            is_real[row, width - lengths[row] :] = True
-            images += prompt.images[first_image:]
-        self.counts.prefill_tokens += sum(lengths)
-        hidden = self._run(
-            token_ids, positions, self._encode(images), live.cache.feed_mask(is_real)
-        )
-        return hidden[:, -1]
+        for row, part in enumerate(parts):
+            first, start = width - part.length, part.num_cached
+            token_ids[row, first:] = torch.from_numpy(part.prompt.token_ids[start:])
+            positions[:, row, first:] = torch.from_numpy(part.prompt.positions[:, start:])
+            is_real[row, first:] = True
+            images += part.prompt.images[part.num_images :]
+            self.counts.prefill_tokens += part.length - part.num_sampled
+            self.counts.decode_tokens += part.num_sampled
+        return self._run(token_ids, positions, self._encode(images), is_real)
 
     def _run(
         self,
         token_ids: Tensor,
         positions: Tensor,
         features: Sequence[vision.Features],
-        mask: Tensor,
+        is_real: Tensor,
     ) -> Tensor:
+        """Feed columns [A, T] of the active rows; returns the hidden state [A, H] of the last column."""
         live = self._live
         assert live is not None
-        device = next(self._policy.model.parameters()).device
         hidden = hidden_states(
             self._policy,
-            token_ids.to(device),
-            positions.to(device),
+            token_ids.to(self._device),
+            positions.to(self._device),
             features,
-            mask=mask.to(device),
+            mask=live.cache.feed_mask(is_real.to(self._device)),
             cache=live.cache,
         )
         live.cache.advance(token_ids.shape[1])
-        return hidden
+        return hidden[:, -1]
 
     # -- decoding ---------------------------------------------------------------------------------------------
 
     def _decode(
         self, requests: Sequence[SampleRequest], prompts: Sequence[_Prompt], hidden: Tensor
     ) -> list[Reply]:
-        """Sample until every row has ended its turn or used up its tokens.
-
-        The last sampled token of a row is not fed: a later turn feeds it with its observation.
-        """
+        """Sample until every row has ended its turn or used up its tokens; a row that has ended is not computed."""
         live = self._live
         assert live is not None
-        limits = torch.tensor([request.max_new_tokens for request in requests])
-        longest = int(limits.max())
-        live.cache.reserve(longest)
-        draws = torch.from_numpy(
-            np.stack([np.random.default_rng(request.seed).random(longest) for request in requests])
-        )
-        temperatures = torch.tensor([request.temperature for request in requests])
+        drafts = Drafts(requests, self._policy.family.end_of_turn_id)
         next_position = torch.tensor([int(prompt.positions[:, -1].max()) + 1 for prompt in prompts])
-        lengths = torch.zeros(len(requests), dtype=torch.int64)
-        alive = torch.ones(len(requests), dtype=torch.bool)
-        tokens, logprobs = [], []
-        for step in range(longest):
-            token, logprob = self._sample(hidden, draws[:, step], temperatures)
-            tokens.append(token)
-            logprobs.append(logprob)
-            lengths += alive
-            alive = alive & (token != self._policy.family.end_of_turn_id) & (lengths < limits)
-            if not bool(alive.any()):
+        while True:
+            tokens, swaps = drafts.take(*self._sample(hidden, drafts))
+            live.cache.num_active = drafts.num_active
+            if drafts.num_active == 0:
                 break
-            self.counts.decode_tokens += int(alive.sum())
-            position = (next_position + step).expand(3, -1)[:, :, None]
-            mask = live.cache.feed_mask(alive[:, None])
-            hidden = self._run(token[:, None], position, (), mask)[:, -1]
-        replies = self._replies(torch.stack(tokens, 1), torch.stack(logprobs, 1), lengths, prompts)
+            live.cache.swap(swaps.one, swaps.other)
+            self.counts.decode_tokens += drafts.num_active
+            position = next_position[drafts.active] + drafts.num_steps - 1
+            is_real = torch.ones(drafts.num_active, 1, dtype=torch.bool)
+            hidden = self._run(tokens[:, None], position.expand(3, -1)[:, :, None], (), is_real)
+        replies = [
+            self._reply(drafts, index, len(prompt.token_ids))
+            for index, prompt in enumerate(prompts)
+        ]
         self._remember(requests, prompts, replies)
+        rows = drafts.place.tolist()
+        live.row_of = {requests[index].session: row for row, index in enumerate(rows)}
         return replies
 
-    def _sample(self, hidden: Tensor, draws: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-        """One token per row by inverse transform sampling of the row's own uniform draw."""
-        is_greedy = temperatures == 0
-        scale = torch.where(is_greedy, 1.0, temperatures)[:, None].to(hidden.device)
-        distribution = token_distribution(self._policy, hidden, scale).cpu()
-        cumulative = distribution.double().exp().cumsum(-1)
-        drawn = (cumulative <= (draws * cumulative[:, -1])[:, None]).sum(-1)
-        token = torch.where(is_greedy, distribution.argmax(-1), drawn)
-        return token, distribution.gather(-1, token[:, None])[:, 0]
+    def _sample(self, hidden: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
+        """One token and its logprob per active row, both [A]; greedy where the temperature is 0."""
+        is_greedy = drafts.temperatures == 0
+        scale = torch.where(is_greedy, 1.0, drafts.temperatures)[:, None].to(hidden.device)
+        distribution = token_distribution(self._policy, hidden, scale)
+        tokens = draw_tokens(distribution, drafts.uniform)
+        if bool(is_greedy.any()):
+            tokens = torch.where(is_greedy, distribution.argmax(-1).cpu(), tokens)
+        chosen = tokens[:, None].to(distribution.device)
+        return tokens, distribution.gather(-1, chosen)[:, 0].cpu()
 
-    def _replies(
-        self, tokens: Tensor, logprobs: Tensor, lengths: Tensor, prompts: Sequence[_Prompt]
-    ) -> list[Reply]:
-        replies = []
-        for row, length in enumerate(lengths.tolist()):
-            ids = tuple(tokens[row, :length].tolist())
-            ended = ids[-1] == self._policy.family.end_of_turn_id
-            replies.append(
-                Reply(
-                    token_ids=ids,
-                    logprobs=tuple(logprobs[row, :length].tolist()),
-                    finish_reason="stop" if ended else "length",
-                    prompt_length=len(prompts[row].token_ids),
-                    weight_version=self._version,
-                )
-            )
-        return replies
+    def _reply(self, drafts: Drafts, index: int, prompt_length: int) -> Reply:
+        token_ids, logprobs = drafts.said(index)
+        has_ended = token_ids[-1] == self._policy.family.end_of_turn_id
+        return Reply(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason="stop" if has_ended else "length",
+            prompt_length=prompt_length,
+            weight_version=self._version,
+        )
 
     def _remember(
         self,
@@ -286,7 +308,6 @@ class HfSampler:
     ) -> None:
         live = self._live
         assert live is not None
-        live.row_of = {request.session: row for row, request in enumerate(requests)}
         live.cached, live.num_cached, live.images = {}, {}, {}
         for request, prompt, reply in zip(requests, prompts, replies, strict=True):
             live.cached[request.session] = request.engine_ids + reply.token_ids[:-1]

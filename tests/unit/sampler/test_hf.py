@@ -184,8 +184,8 @@ def test_rows_that_have_ended_are_left_out_of_later_turns(
     later = [next_request(renderer, requests[i], replies[i], OBSERVATIONS[0]) for i in rows]
     prefilled = sampler.counts.prefill_tokens
     continued = ask(sampler, later)
-    fed = len(renderer.observation(OBSERVATIONS[0]).token_ids) + 1
-    assert sampler.counts.prefill_tokens - prefilled == 2 * fed
+    shown = len(renderer.observation(OBSERVATIONS[0]).token_ids)
+    assert sampler.counts.prefill_tokens - prefilled == 2 * shown
     for one, other in zip(continued, ask(make(policy), later), strict=True):
         assert one.token_ids == other.token_ids
 
@@ -204,10 +204,36 @@ def test_shared_prompts_pictures_and_cached_tokens_are_computed_once(
         for request, reply in zip(requests, replies, strict=True)
     ]
     sampler.counts = SamplerCounts()
-    ask(sampler, later)
+    replies = ask(sampler, later)
     shown = len(renderer.observation(OBSERVATIONS[0]).token_ids)
-    assert sampler.counts.prefill_tokens == 5 * (shown + 1)  # and each reply's last token
+    assert sampler.counts.prefill_tokens == 5 * shown
     assert sampler.counts.pictures == 1
+    # The last token of a reply goes along with the next observation: of the first turn's here, not yet of this one's.
+    assert sampler.counts.decode_tokens == 5 + sum(len(reply.token_ids) - 1 for reply in replies)
+
+
+def test_forward_passes_see_no_more_than_the_counts_say(policy: Policy, renderer: Renderer) -> None:
+    """Real tokens at the decoder's door and calls of the vision tower, over three turns of five rows."""
+    own = tiny.copy_of(policy)
+    fed: list[int] = []
+    seen: list[int] = []
+    own.model.model.language_model.register_forward_pre_hook(
+        lambda _, __, kwargs: fed.append(int(np.prod(kwargs["inputs_embeds"].shape[:2]))),
+        with_kwargs=True,
+    )
+    own.model.model.visual.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(len(kwargs.get("grid_thw", args[-1]))), with_kwargs=True
+    )
+    sampler = make(own)
+    turns = converse(sampler, renderer, group(renderer))
+    assert (
+        sum(seen) == sampler.counts.pictures == 4
+    )  # two of prompts, one crop after each of two turns
+    fillers = sum(fed) - sampler.counts.prefill_tokens - sampler.counts.decode_tokens
+    lengths = [turns[0][row].prompt_length for row in (0, 2, 4)]
+    assert fillers == 3 * max(lengths) - sum(
+        lengths
+    )  # prompts of different length; rows that ended cost nothing
 
 
 def test_nothing_is_recorded_for_a_backward_pass(policy: Policy, renderer: Renderer) -> None:
