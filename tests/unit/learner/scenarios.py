@@ -100,14 +100,18 @@ SCENARIOS = {
     "frozen tower": Scenario(params={"freeze_vision": True}),
     "frozen tower and reference": Scenario(loss={"kl_coef": 0.1}, params={"freeze_vision": True}),
     "reference and entropy": Scenario(loss={"kl_coef": 0.1, "entropy_coef": 0.01}),
-    "recomputed activations": Scenario(params={"activation_checkpointing": True}),
-    "kept gathered weights": Scenario(params={"reshard_after_forward": False}),
-    "chunked logits": Scenario(params={"logit_chunk_tokens": 16}),
+    "saving memory": Scenario(
+        params={
+            "activation_checkpointing": True,
+            "reshard_after_forward": False,
+            "logit_chunk_tokens": 16,
+            "grad_clip": 0.5,
+        }
+    ),
     "adapters": Scenario(loss={"kl_coef": 0.1}, params={"freeze_vision": True, "lora": LORA}),
     "adapters in both towers": Scenario(
         loss={"kl_coef": 0.1}, params={"lora": {**LORA, "vision_modules": ["qkv"]}}
     ),
-    "clipped gradients": Scenario(params={"grad_clip": 0.5}),
     "Qwen2.5-VL": Scenario(policy="qwen2_5"),
     "bfloat16": Scenario(params={"precision": "bfloat16"}),
 }
@@ -177,14 +181,13 @@ class Continued:
 
     steady: Tensors  # never stopped
     resumed: Tensors  # from the checkpoint of the same world
-    from_other: Tensors | None  # from the checkpoint of another one, if there is one
-    snapshot: Tensors  # from a snapshot that was written after later updates
+    snapshot: Tensors  # from a snapshot that was written after another update
+    from_one: Tensors  # from the checkpoint of one process
 
 
 def continued(world: World) -> Continued:
-    """Two steps, a checkpoint, a third step; again from the checkpoint, and from that of the other world."""
-    states = Path(os.environ[DIRECTORY])
-    own, late, other = (states / f"{n}_ranks{k}" for n, k in _places(world.size))
+    """Two steps, a checkpoint, a third step; again from the checkpoint, and from that of one process if it is there."""
+    own, late = place(world.size, "own"), place(world.size, "late")
     learner = learner_of(tiny.qwen3(), world=world)
     chosen = samples(learner.renderer)
     for _ in range(2):
@@ -197,23 +200,25 @@ def continued(world: World) -> Continued:
     write = learner.snapshot()
     update(learner, chosen)
     write(late)
-
-    def from_(directory: Path) -> Tensors:
-        again = learner_of(tiny.qwen3(seed=1), world=world)
-        again.load(directory)
-        update(again, chosen)
-        return weights_of(again)
-
     return Continued(
-        weights_of(learner),
-        from_(own),
-        from_(other) if other.exists() else None,
-        from_(late),
+        steady=weights_of(learner),
+        resumed=third_step(own, world),
+        snapshot=third_step(late, world),
+        from_one=third_step(place(1, "own"), world),
     )
 
 
-def _places(size: int) -> list[tuple[int, str]]:
-    return [(size, ""), (size, "_late"), (3 - size, "")]
+def third_step(directory: Path, world: World) -> Tensors:
+    """What a learner of other weights has after reading a checkpoint and one more update."""
+    again = learner_of(tiny.qwen3(seed=1), world=world)
+    again.load(directory)
+    update(again, samples(again.renderer))
+    return weights_of(again)
+
+
+def place(num_ranks: int, name: str) -> Path:
+    """Where a checkpoint of so many ranks lies."""
+    return Path(os.environ[DIRECTORY]) / f"{name}_of_{num_ranks}"
 
 
 @dataclass(frozen=True)
