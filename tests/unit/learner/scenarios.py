@@ -31,6 +31,7 @@ def learner_of(
     loss: Mapping[str, object] | LossParams | None = None,
     world: World = ONE,
     device: torch.device | None = None,
+    seed: int = 0,
     **params: object,
 ) -> FsdpLearner:
     """A learner of its own copy of the policy."""
@@ -40,7 +41,7 @@ def learner_of(
     own = tiny.copy_of(policy)
     minimised = LossParams.model_validate(loss or {})
     return FsdpLearner(
-        own, Renderer(own), chosen, minimised, temperature, world=world, device=device
+        own, Renderer(own), chosen, minimised, temperature, seed=seed, world=world, device=device
     )
 
 

@@ -100,6 +100,115 @@ def test_micro_batches_change_neither_gradients_nor_statistics(
     assert stats[0].loss_metrics["pg_clipfrac"] > 0
 
 
+def test_accumulation_over_four_micro_batches_is_one_update(
+    policy: Policy, renderer: Renderer
+) -> None:
+    """Weights, moments and schedule see one step either way."""
+    chosen = samples(renderer)
+    all_, four = learner_of(policy), learner_of(policy, micro_batch_tokens=1)
+    stats = [update(learner, chosen, is_on_policy=True) for learner in (all_, four)]
+    assert stats[0].grad_norm == pytest.approx(stats[1].grad_norm, rel=1e-5)
+    one, other = weights_of(all_), weights_of(four)
+    before = weights_of(learner_of(policy))
+    for name, value in one.items():
+        moved = (value - before[name]).norm()
+        assert (value - other[name]).norm() <= 0.02 * moved, name
+    steps = {int(entry["step"]) for entry in four._optimizer.state.values()}
+    assert steps == {1}
+
+
+def test_recomputed_activations_give_the_same_gradients(policy: Policy, renderer: Renderer) -> None:
+    chosen = samples(renderer)
+    plain, again = learner_of(policy), learner_of(policy, activation_checkpointing=True)
+    calls = 0
+    layer = again.policy.model.model.language_model.layers[0]
+    forward = layer.mlp.forward
+
+    def counting(states: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(states)
+
+    layer.mlp.forward = counting
+    for learner in (plain, again):
+        update(learner, chosen, is_on_policy=True)
+    assert calls == 2  # once forward, once more in the backward pass
+    wanted = gradients(plain)
+    assert all(torch.equal(value, wanted[name]) for name, value in gradients(again).items())
+
+
+def test_logprobs_are_those_of_each_sample_alone(policy: Policy, renderer: Renderer) -> None:
+    learner, chosen = learner_of(policy, temperature=0.7), samples(renderer)
+    for found, sample in zip(learner.logprobs(chosen), chosen, strict=True):
+        assert (found.dtype, found.shape) == (np.float32, sample.logprobs.shape)
+        assert not found[sample.loss_mask == 0].any()
+        wanted = own_logprobs(policy, sample, 0.7)
+        np.testing.assert_allclose(found[sample.loss_mask == 1], wanted, atol=1e-5)
+
+
+def test_the_gap_to_the_sampler_is_a_mean_over_trained_tokens(
+    policy: Policy, renderer: Renderer
+) -> None:
+    learner = learner_of(policy)
+    chosen = [with_own_logprobs(policy, sample) for sample in samples(renderer)]
+    assert learner.logprob_gap(chosen) < 1e-5
+    shifted = [replace(chosen[0], logprobs=chosen[0].logprobs + 0.5), *chosen[1:]]
+    assert learner.logprob_gap(shifted) == pytest.approx(0.5 * 3 / 81, rel=1e-3)
+    assert learner.logprob_gap([]) == 0.0
+
+
+def test_old_logprobs_may_be_the_learners_from_before_the_rollouts_first_update(
+    policy: Policy, renderer: Renderer
+) -> None:
+    """Whatever the sampler said, ratios start at 1; the sampler's remain for the gap."""
+    learner, chosen = learner_of(policy), samples(renderer)
+    old = learner.logprobs(chosen)
+    first = update(learner, chosen[:2], old_logprobs=old[:2]).loss_metrics
+    assert first["ratio_error_max"] < 1e-5
+    assert first["train_rollout_logprob_abs_diff"] > 1
+    later = update(learner, chosen[2:], old_logprobs=old[2:]).loss_metrics
+    assert 1e-4 < later["ratio_error"] < 1
+    against_sampler = update(learner_of(policy), chosen[2:]).loss_metrics
+    assert against_sampler["ratio_error"] > 1
+
+
+def test_the_reference_stays_the_initial_policy(policy: Policy, renderer: Renderer) -> None:
+    """KL 0 before the first update; later it is k3 between the initial and the present policy."""
+    chosen = samples(renderer)
+    learner = learner_of(policy, loss={"kl_coef": 0.1})
+    initial = np.concatenate(learner.logprobs(chosen))
+    first = update(learner, chosen, is_on_policy=True).loss_metrics
+    assert first["kl_loss"] == first["ref_logprob_abs_diff_max"] == 0.0
+    present = np.concatenate(learner.logprobs(chosen))
+    x = (present - initial).astype(np.float64)
+    second = update(learner, chosen, is_on_policy=True).loss_metrics
+    assert second["kl_loss"] == pytest.approx((np.exp(-x) - 1 + x).sum() / 81, rel=1e-3)
+    assert second["loss"] == pytest.approx(second["pg_loss"] + 0.1 * second["kl_loss"], rel=1e-6)
+
+
+def test_without_kl_no_reference_is_loaded(policy: Policy) -> None:
+    assert learner_of(policy)._reference is None
+    assert learner_of(policy, loss={"kl_coef": 0.1}, lora={"rank": 2})._reference is not None
+
+
+def test_an_update_without_pictures_leaves_a_trained_tower_alone(
+    policy: Policy, renderer: Renderer
+) -> None:
+    """Its moments and its decay would move it, had it a gradient of zeros."""
+    learner = learner_of(policy, weight_decay=0.1)
+    update(learner, samples(renderer))
+    before = weights_of(learner)
+    update(learner, [tiny.training_sample(renderer, 9, advantage=1.0, seed=7)])
+    changed = {n for n, value in weights_of(learner).items() if not torch.equal(value, before[n])}
+    assert changed
+    assert not any("visual" in name for name in changed)
+
+
+def test_weights_are_shared_only_where_they_are_trained_as_they_are(policy: Policy) -> None:
+    assert learner_of(policy).shares_weights
+    assert not learner_of(policy, lora={"rank": 2}).shares_weights
+
+
 def test_first_update_on_policy_has_ratio_exactly_one(policy: Policy, renderer: Renderer) -> None:
     """With padding on one sample, and whatever the sampler said (trl #454)."""
     stats = update(learner_of(policy), samples(renderer), is_on_policy=True)
