@@ -190,6 +190,32 @@ def test_reinforce_plus_plus_baseline_divides_by_the_deviation_of_the_batch() ->
     assert np.mean(known(found)) == pytest.approx(0.0, abs=1e-15)
 
 
+def test_the_order_of_siblings_changes_no_bit() -> None:
+    """Sums of 0.1, 0.2, 0.7 and 1e-3 differ in their last bits with the order of addition; advantages do not."""
+    rewards = [0.1, 0.2, 0.7, 1e-3, 0.3]
+    orders = list(itertools.permutations(range(5)))
+    assert len({sum(rewards[i] for i in order) for order in orders}) > 1
+    for normalize_std, leave_one_out in itertools.product((False, True), repeat=2):
+        found = {
+            tuple(
+                value
+                for _, value in sorted(
+                    zip(
+                        order,
+                        group_advantages(
+                            [rewards[i] for i in order],
+                            normalize_std=normalize_std,
+                            leave_one_out=leave_one_out,
+                        ),
+                        strict=True,
+                    )
+                )
+            )
+            for order in orders
+        }
+        assert len(found) == 1
+
+
 @given(
     st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=9),
     st.booleans(),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from polyturn.learner.base import UpdateStats
@@ -16,7 +17,7 @@ from polyturn.params import LossParams, Params
 from polyturn.params.reward import OverlongParams
 from tests.unit.loss_cases import inputs_of, padded
 
-KEY = re.compile(r"`((?:loss|reward|learner|train)(?:\.[a-z_]+)+)[`:]")
+KEY = re.compile(r"`((?:loss|reward|rollout|learner|train)(?:\.[a-z_]+)+)[`:]")
 METRIC = re.compile(r"`(train/[a-z_/]+)`")
 SWITCHED_ON = (
     {"tis_mode": "sequence_mask", "kl_coef": 0.1, "entropy_coef": 0.1, "dual_clip": 3.0},
@@ -77,6 +78,14 @@ def test_defaults_are_those_of_the_code(text: str, key: str, said: str) -> None:
     default = default_of(key)
     spelled = f"{default:g}" if isinstance(default, float) else str(default).lower()
     assert spelled in said
+
+
+def test_presets_are_valid(text: str) -> None:
+    presets = re.findall(r"^\| [^|]+ \| `(\{.*?\})`", text, flags=re.MULTILINE)
+    assert len(presets) == 7
+    chosen = [LossParams.model_validate(yaml.safe_load(preset)) for preset in presets]
+    assert chosen[0] == LossParams()
+    assert len(set(map(repr, chosen))) == 7
 
 
 def test_metrics_that_are_named_are_logged_and_the_other_way_round(text: str) -> None:
