@@ -12,6 +12,7 @@ from typing import cast
 from polyturn import layout
 from tasks.stage import StageReport
 
+_SCORES = {"sampled": "sampled", "greedy": "greedy", "training_env": "env as in training"}
 _NUM_ENDS = 5  # steps of the reward curve that make its beginning and its end
 
 
@@ -28,6 +29,8 @@ def read(root: Path) -> list[Row]:
     rows: list[Row] = []
     if (root / layout.CURVE).is_file():
         rows.extend(_reward(root / layout.CURVE))
+    if (root / layout.TRAIN_RUN).is_file():
+        rows.extend(_early_end(json.loads((root / layout.TRAIN_RUN).read_text())))
     if (root / layout.METRICS).is_file():
         rows.extend(_accuracy(json.loads((root / layout.METRICS).read_text())))
     if (root / layout.REGISTERED).is_file():
@@ -50,12 +53,20 @@ def _reward(path: Path) -> list[Row]:
     ]
 
 
+def _early_end(record: Mapping[str, object]) -> list[Row]:
+    if "stop_reason" not in record:
+        return []
+    return [
+        Row("training ended early", f"after {record['stopped_at']} steps, {record['stop_reason']}")
+    ]
+
+
 def _accuracy(metrics: Mapping[str, object]) -> list[Row]:
     test = cast("Mapping[str, Mapping[str, Mapping[str, float]]]", metrics["test"])
     before, after = test["warmstart"], test["policy"]
     return [
-        Row(f"accuracy, {how}", f"{_interval(before[how])} -> {_interval(after[how])}")
-        for how in ("sampled", "greedy")
+        Row(f"accuracy, {name}", f"{_interval(before[how])} -> {_interval(after[how])}")
+        for how, name in _SCORES.items()
         if how in before and how in after
     ]
 

@@ -16,6 +16,9 @@ from polyturn.statistics import bootstrap_interval, pass_at_k
 from polyturn.types import Group, Problem, Status, Trajectory
 
 CORRECT = 1.0  # a value that counts as solved
+TRAINING_ENV = (
+    "training_env"  # name of the scores under training's environment (no env.eval_params)
+)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ PACKAGES = ("polyturn", "tasks")
 NOT_DEPS = "polyturn/params/"  # its values are tracked as params
 # Modules that a stage loads by name from a params section, so that no import statement shows them.
 LOADED_BY_NAME = {
+    "data": "polyturn/envs/sokoban.py",  # the one source of polyturn's own that data.source names
     "env": "polyturn/envs/*.py",
     "warmstart": "polyturn/envs/*.py",
     "reward": "polyturn/reward.py",

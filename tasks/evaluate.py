@@ -11,12 +11,20 @@ from pathlib import Path
 
 from polyturn import data, layout, model, trajectories
 from polyturn.data.files import write_jsonl
-from polyturn.evaluate import EvaluationPlan, evaluate, evaluation_settings, is_correct, summarize
+from polyturn.evaluate import (
+    TRAINING_ENV,
+    EvaluationPlan,
+    evaluate,
+    evaluation_settings,
+    is_correct,
+    summarize,
+)
 from polyturn.metrics import trajectories_of
 from polyturn.params import Params
 from polyturn.progress import Progress
 from polyturn.recorder import records
 from polyturn.render import Renderer
+from polyturn.rollout import RolloutSettings
 from polyturn.runtime import set_up_torch
 from polyturn.sampler.hf import HfSampler
 from polyturn.seeds import derive
@@ -39,7 +47,10 @@ class Scored:
 
 
 def body(ctx: StageContext) -> None:
-    """Score both policies, sampled and greedy, on the same problems with the same seeds."""
+    """Score both policies, sampled and greedy, on the same problems with the same seeds.
+
+    Where env.eval_params change the environment, they are scored in training's environment as well.
+    """
     set_up_torch(ctx.params)
     problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
     test = [problem for problem in problems if problem.split == "test"]
@@ -47,7 +58,7 @@ def body(ctx: StageContext) -> None:
         raise ValueError(
             "data.num_test: no test problem is left to evaluate on; see artifacts/*/quarantine.jsonl"
         )
-    plans = _plans(ctx.params)
+    plans = plans_of(ctx.params)
     scored = []
     with Progress(len(test) * len(plans) * len(POLICIES), "evaluate") as progress:
         for name, directory in POLICIES.items():
@@ -55,7 +66,8 @@ def body(ctx: StageContext) -> None:
     _write(ctx, test, scored)
 
 
-def _plans(params: Params) -> Mapping[str, EvaluationPlan]:
+def plans_of(params: Params) -> Mapping[str, EvaluationPlan]:
+    """How policies are scored, by name of the score; all with the same seed."""
     settings = params.evaluate
     seed = derive(params.seed, "test")
 
@@ -64,8 +76,10 @@ def _plans(params: Params) -> Mapping[str, EvaluationPlan]:
             seed, samples, temperature, settings.batch_size, settings.bootstrap_samples
         )
 
-    plans = {"sampled": plan(settings.samples_per_problem, settings.temperature)}
-    return plans | ({"greedy": plan(1, 0.0)} if settings.greedy else {})
+    sampled = plan(settings.samples_per_problem, settings.temperature)
+    plans = {"sampled": sampled}
+    plans |= {"greedy": plan(1, 0.0)} if settings.greedy else {}
+    return plans | ({TRAINING_ENV: sampled} if params.env.eval_params else {})
 
 
 def _score_policy(
@@ -78,13 +92,19 @@ def _score_policy(
 ) -> list[Scored]:
     policy = model.load(params.model, directory)
     renderer = Renderer(policy)
-    sampler = HfSampler(policy, renderer, is_vision_frozen=True)
+    sampler = HfSampler(
+        policy,
+        renderer,
+        is_vision_frozen=True,
+        vision_cache_mb=params.learner.vision_cache_mb,
+    )
     scored = []
     for decoding, plan in plans.items():
+        settings = (
+            RolloutSettings.of(params) if decoding == TRAINING_ENV else evaluation_settings(params)
+        )
         groups = asyncio.run(
-            evaluate(
-                test, sampler, renderer, evaluation_settings(params), plan, on_batch=progress.update
-            )
+            evaluate(test, sampler, renderer, settings, plan, on_batch=progress.update)
         )
         summary = summarize(groups, plan)
         scored.append(Scored(name, decoding, groups, summary))

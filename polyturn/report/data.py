@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 STAGES = ("fetch", "images", "model", "warmstart", "train", "evaluate", "register")
 POLICIES = ("warmstart", "policy")
-MODES = ("sampled", "greedy")
+MODES = ("sampled", "greedy", "training_env")
 
 Scores = Mapping[str, float]  # one leaf block of metrics.json
 Curve = Mapping[str, Sequence[float | None]]  # column of train_curve.csv -> one value per step
@@ -68,6 +68,7 @@ class RunData:
     exhibits: Exhibits
     counts: Sequence[DataCounts]
     times: Sequence[StageTime]
+    train_run: Mapping[str, object]  # artifacts/train_run.json
     registered: Mapping[str, object] | None
     digests: Mapping[str, str]  # path -> md5 in dvc.lock
     environment: Environment
@@ -91,6 +92,7 @@ def read_run(root: Path) -> RunData:
         exhibits=_read_exhibits(root),
         counts=_read_counts(root),
         times=_read_times(root / layout.STATE / "timings.jsonl"),
+        train_run=_read_json(root / layout.TRAIN_RUN),
         registered=registered or None,
         digests=_read_digests(root / layout.DVC_LOCK),
         environment=environment.capture(root),

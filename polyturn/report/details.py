@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from polyturn.report.data import RunData, Scores
 
 NAMES: Mapping[str, str] = {"warmstart": "warm start", "policy": "after training"}
+MODE_NAMES: Mapping[str, str] = {  # of how replies are drawn, and in which environment
+    "sampled": "sampled",
+    "greedy": "greedy",
+    "training_env": "sampled, environment as in training",
+}
 
 _COLUMNS: Mapping[str, str] = {  # of the score table: key of metrics.json -> heading
     "accuracy": "accuracy",
@@ -84,7 +89,7 @@ def score_table(run: RunData) -> ScoreTable:
     columns = [key for key in _COLUMNS if key in found]
     columns[1:1] = [key for key in passes if key != "pass@1"]
     rows = [
-        [f"{NAMES[policy]}, {mode}", *(_score(scores, key) for key in columns)]
+        [f"{NAMES[policy]}, {MODE_NAMES[mode]}", *(_score(scores, key) for key in columns)]
         for (policy, mode), scores in run.scores.items()
     ]
     return ScoreTable([_COLUMNS.get(key, key) for key in columns], rows)
@@ -153,6 +158,9 @@ def versions_of(run: RunData) -> list[Fact]:
         )
         rows.append(Fact("data", run.params.data.source))
         rows.append(Fact("environment", run.params.env.build))
+    if "stop_reason" in run.train_run:
+        steps, reason = run.train_run["stopped_at"], run.train_run["stop_reason"]
+        rows.append(Fact("training ended early", f"after {steps} steps, {reason}"))
     return rows
 
 

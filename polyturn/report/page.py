@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from polyturn.report.charts import Bar, Line, Numbers, bar_chart, line_chart, short
-from polyturn.report.data import POLICIES, DataCounts, RunData, Scores
+from polyturn.report.data import MODES, POLICIES, DataCounts, RunData, Scores
 from polyturn.report.details import (
+    MODE_NAMES,
     NAMES,
     Command,
     Fact,
@@ -23,6 +25,7 @@ from polyturn.report.details import (
     time_bars,
     versions_of,
 )
+from polyturn.report.sheets import Sheets, read_sheets
 from polyturn.report.trajectories import Shown, TokenReader, show, verdict
 from polyturn.statistics import paired_difference
 from polyturn.trajectories import TrajectoryEntry
@@ -89,6 +92,7 @@ class Page:
     times: Sequence[TimeBar]
     total_time: str
     counts: Sequence[DataCounts]
+    sheets: Sheets
     links: Sequence[Fact]
     versions: Sequence[Fact]
     digests: Sequence[tuple[str, str]]
@@ -104,7 +108,7 @@ def build_page(run: RunData, reader: TokenReader) -> Page:
         headline=_headline(run),
         tiles=_tiles(run),
         reward_chart=_reward_chart(run) if reward else None,
-        reward_note=_reward_note(reward),
+        reward_note=_reward_note(reward) + _environments_note(run),
         has_band=bool(run.curve.get("reward_low")),
         has_validation=any(v is not None for v in run.curve.get("eval_accuracy", ())),
         small_charts=_small_charts(run),
@@ -115,6 +119,7 @@ def build_page(run: RunData, reader: TokenReader) -> Page:
         times=time_bars(run),
         total_time=duration(sum(time.seconds for time in run.times)),
         counts=run.counts,
+        sheets=read_sheets(run.root),
         links=links_of(run),
         versions=versions_of(run),
         digests=sorted(run.digests.items()),
@@ -275,6 +280,15 @@ def _reward_note(reward: Numbers) -> str:
     )
 
 
+def _environments_note(run: RunData) -> str:
+    """That rewards and validation are under different environments, if they are."""
+    changed = run.params.env.eval_params if run.params else {}
+    if not changed:
+        return ""
+    shown = ", ".join(f"{key}: {json.dumps(value)}" for key, value in sorted(changed.items()))
+    return f" Validation changes the environment of the rewards: {shown}."
+
+
 def _small_charts(run: RunData) -> list[SmallChart]:
     charts: list[SmallChart] = []
     for title, columns in _SMALL:
@@ -301,13 +315,13 @@ def _last_value(line: Line, *, alone: bool) -> str:
 def _bars(run: RunData) -> Markup | None:
     bars = [
         Bar(
-            f"{NAMES[policy]}, {mode}",
+            f"{NAMES[policy]}, {MODE_NAMES[mode]}",
             scores["accuracy"],
             scores.get("accuracy_low", scores["accuracy"]),
             scores.get("accuracy_high", scores["accuracy"]),
             "a" if policy == "policy" else "c",
         )
-        for mode in ("sampled", "greedy")
+        for mode in MODES
         for policy in POLICIES
         if (scores := run.scores.get((policy, mode)))
     ]

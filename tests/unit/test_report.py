@@ -8,14 +8,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
+from flows import summary
 from polyturn import layout
+from polyturn.params import parse
 from polyturn.report import charts, details, trajectories
 from polyturn.report.charts import Bar, Line, bar_chart, line_chart, ticks
 from polyturn.report.data import read_run
 from polyturn.report.page import choose
 from polyturn.report.trajectories import TokenReader, show, verdict
 from polyturn.report.write import write_report
+from tasks.evaluate import plans_of
 from tests.unit.fake_run import NUM_TEST, make_run
 
 
@@ -163,6 +167,39 @@ def test_without_an_evaluation_training_trajectories_are_shown(run_directory: Pa
     assert "training problems of steps 0 and 39" in write_report(root).read_text()
 
 
+def test_scores_without_feedback_stand_beside_those_of_trainings_environment(
+    run_directory: Path, tmp_path: Path
+):
+    root = tmp_path / "copy"
+    shutil.copytree(run_directory, root)
+    tree = yaml.safe_load((root / layout.PARAMS).read_text())
+    tree["env"] = {**tree.get("env", {}), "eval_params": {"oracle": False}}
+    (root / layout.PARAMS).write_text(yaml.safe_dump(tree))
+    metrics = json.loads((root / layout.METRICS).read_text())
+    for name, accuracy in (("warmstart", 0.311), ("policy", 0.877)):
+        block = {**metrics["test"][name]["sampled"], "accuracy": accuracy}
+        metrics["test"][name]["training_env"] = block
+    (root / layout.METRICS).write_text(json.dumps(metrics))
+    page = write_report(root).read_text()
+    assert "Validation changes the environment of the rewards: oracle: false." in page
+    assert page.count("after training, sampled, environment as in training") >= 2, "bar and row"
+    assert "87.7%" in page
+    rows = {row.what: row.value for row in summary.read(root)}
+    assert rows["accuracy, env as in training"].startswith("0.311 [")
+
+
+def test_runs_with_one_environment_say_nothing_of_another(page: str):
+    assert "environment as in training" not in page
+    assert "Validation changes" not in page
+
+
+def test_a_second_score_is_taken_only_where_evaluation_changes_the_environment():
+    assert list(plans_of(parse({}))) == ["sampled", "greedy"]
+    plans = plans_of(parse({"env": {"eval_params": {"oracle": False}}}))
+    assert list(plans) == ["sampled", "greedy", "training_env"]
+    assert plans["training_env"] == plans["sampled"], "the same seeds"
+
+
 def test_an_empty_directory_gives_a_page_that_says_so(tmp_path: Path):
     page = write_report(tmp_path).read_text()
     for text in ("No evaluation yet", "No training curve", "No trajectories", "not registered"):
@@ -223,3 +260,26 @@ def test_bars_end_at_their_value():
 )
 def test_ticks_are_round_numbers(low: float, high: float, count: int, expected: list[float]):
     assert ticks(low, high, count) == pytest.approx(expected)
+
+
+def test_contact_sheets_show_kept_pictures_and_every_reason(run_directory: Path, page: str):
+    """48 problems in 24 places: every second one; three reasons before any comes twice."""
+    sheets = re.findall(r'<div class="sheet">.*?</figure></div>', page, re.DOTALL)
+    assert len(sheets) == 2
+    titles = re.findall(r"<b>(.*?)</b>", sheets[0])
+    assert len(titles) == 24
+    assert [title.split(" = ")[0] for title in titles[:3]] == [f"test/{i:06d}" for i in (0, 2, 4)]
+    assert sheets[0].count('src="data:image/png;base64,') == 24
+    reasons = [title.split(": ")[1] for title in re.findall(r"<b>(.*?)</b>", sheets[1])]
+    assert reasons == ["http_404", "shared_with_train", "too_small", "http_404", "http_404"]
+    assert sheets[1].count("no picture") == 5
+
+
+def test_a_run_without_images_has_no_sheets(run_directory: Path, tmp_path: Path):
+    root = tmp_path / "bare"
+    shutil.copytree(run_directory, root)
+    shutil.rmtree(root / layout.IMAGES)
+    assert "the images stage has not run here" in write_report(root).read_text()
+    (root / layout.IMAGES).mkdir()
+    (root / layout.IMAGES / "problems.jsonl").write_text("damaged")
+    assert "the images stage has not run here" in write_report(root).read_text()
