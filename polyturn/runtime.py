@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from polyturn.params import Params
+from polyturn.params import LearnerParams, Params
 
 
 def set_up_torch(params: Params) -> None:
     """Pin the number of CPU threads and choose deterministic kernels; call once, before any computation."""
     torch.set_num_threads(params.learner.num_threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def training_device(params: LearnerParams) -> torch.device:
+    """Where learner.device puts the learner (and an embedded sampler) of this process.
+
+    Raises:
+        ValueError: a GPU is asked for, but torch sees none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if params.device == "cuda" and not has_gpu:
+        raise ValueError(
+            "learner.device is cuda, but torch sees no GPU here; set it to auto or cpu"
+        )
+    if params.device == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())  # a rank of several has chosen its own

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from polyturn import data, grpo, layout, model, stop_request
 from polyturn.candidates import Candidates, version_path
@@ -21,14 +23,18 @@ from polyturn.metrics import curve_csv
 from polyturn.model import DTYPES, Policy
 from polyturn.params import Params
 from polyturn.parts import Parts
+from polyturn.pictures import Pictures
 from polyturn.progress import Progress
-from polyturn.recorder import TRAJECTORIES, MetricsSink, Recorder
+from polyturn.recorder import PICTURES, TRAJECTORIES, MetricsSink, Recorder
 from polyturn.render import Renderer
 from polyturn.run_state import Best
-from polyturn.runtime import set_up_torch
+from polyturn.runtime import set_up_torch, training_device
 from polyturn.sampler.base import Sampler
 from polyturn.sampler.hf import HfSampler
 from polyturn.stop_rules import Stopped
+from polyturn.tracking.gallery import Gallery
+from polyturn.tracking.run import Run
+from polyturn.trajectories import TrajectoryEntry
 from polyturn.types import Problem
 from polyturn.world import ONE, World
 from tasks.context import write_json
@@ -45,7 +51,14 @@ def train(params: Params, work: Path, sink: MetricsSink, world: World = ONE) -> 
     (work / _OUTCOME).unlink(missing_ok=True)
     with Progress(params.train.steps, "train", is_shown=world.is_main) as progress:
         journal = Journal(work / "journal.jsonl") if world.is_main else Journal(None)
-        recorder = Recorder(work, sink, progress, journal=journal, is_main=world.is_main)
+        recorder = Recorder(
+            work,
+            sink,
+            progress,
+            journal=journal,
+            is_main=world.is_main,
+            on_rollout=_audience(sink, params, work),
+        )
         parts = _parts(params, recorder, work, world)
         with parts.checkpoints:
             is_resumed = params.train.resume != "never"
@@ -53,6 +66,16 @@ def train(params: Params, work: Path, sink: MetricsSink, world: World = ONE) -> 
     if world.is_main:
         (work / CURVE).write_text(curve_csv(recorder.history))
         write_json(work / _OUTCOME, asdict(outcome))
+
+
+def _audience(
+    sink: MetricsSink, params: Params, work: Path
+) -> Callable[[Sequence[TrajectoryEntry]], None]:
+    """Who sees a step's trajectories: a few become traces of the MLflow run, where there is one."""
+    if not isinstance(sink, Run):
+        return lambda _: None
+    pictures = Pictures([trajectories_in(work) / PICTURES, layout.IMAGES / PICTURES])
+    return Gallery(sink, params.tracking.traces_per_step, pictures).show
 
 
 def outcome_in(work: Path) -> TrainingOutcome:
@@ -77,6 +100,7 @@ def _parts(params: Params, recorder: Recorder, work: Path, world: World) -> Part
     renderer = Renderer(policy)
     problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
     _check_problems(params, policy, problems)
+    device = training_device(params.learner)
     learner = FsdpLearner(
         policy,
         renderer,
@@ -85,9 +109,11 @@ def _parts(params: Params, recorder: Recorder, work: Path, world: World) -> Part
         params.rollout.temperature,
         seed=params.seed,
         world=world,
+        device=device,
     )
     # Sharded modules cannot generate, as ranks call them unequally often: the sampler gets plain ones of its own.
     plain = policy if learner.shares_weights else model.load(params.model, layout.WARMSTART)
+    torch.nn.Module.to(plain.model, device)
     dtype = params.train.export_dtype
     return Parts(
         sampler=_sampler(plain, params),
@@ -108,7 +134,12 @@ def _parts(params: Params, recorder: Recorder, work: Path, world: World) -> Part
 def _sampler(policy: Policy, params: Params) -> Sampler:
     if params.train.debug.mode == "train_only":
         return NoSampler()
-    return HfSampler(policy, Renderer(policy), is_vision_frozen=params.learner.freeze_vision)
+    return HfSampler(
+        policy,
+        Renderer(policy),
+        is_vision_frozen=params.learner.freeze_vision,
+        vision_cache_mb=params.learner.vision_cache_mb,
+    )
 
 
 def _check_problems(params: Params, policy: Policy, problems: Sequence[Problem]) -> None:

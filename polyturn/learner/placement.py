@@ -40,7 +40,9 @@ class Placement:
             LoraError: the adapters do not fit the model.
         """
         is_collective = self.num_ranks > 1 and not self.is_tower_frozen
-        tower = TowerInTraining(policy, is_collective=is_collective)
+        tower = TowerInTraining(
+            policy, cache_mb=self.params.vision_cache_mb, is_collective=is_collective
+        )
         tower.freeze(self.is_tower_frozen)
         if self.params.lora is not None:
             lora.add_adapters(policy.model, self.params.lora, seed=seed)
@@ -51,7 +53,7 @@ class Placement:
     def frozen(self, policy: Policy, tower: TowerInTraining | None) -> Scorer:
         """Prepare a policy that is only looked up; `tower` gives features of its pictures (None: its own does)."""
         if tower is None:
-            tower = TowerInTraining(policy)
+            tower = TowerInTraining(policy, cache_mb=self.params.vision_cache_mb)
             tower.freeze(True)
         return self._placed(policy, tower)
 

@@ -40,6 +40,7 @@ class LearnerParams(Section):
 
     backend: Literal["fsdp", "megatron"] = "fsdp"
     num_processes: PositiveInt = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU where there is one
     num_threads: PositiveInt = 1  # of torch on CPU; two are slower at the demo's size
     lr: PositiveFloat = 3e-4
     warmup_steps: NonNegativeInt = 5  # rollout batches
@@ -50,7 +51,9 @@ class LearnerParams(Section):
     weight_decay: NonNegativeFloat = 0.0
     grad_clip: PositiveFloat = 1.0
     freeze_vision: bool = True
-    micro_batch_tokens: PositiveInt = 4096  # padded tokens of one micro-batch
+    micro_batch_tokens: PositiveInt = 4096  # packed tokens of one micro-batch
+    # Decoded pictures that are kept in memory, and again the features of a frozen tower; learner and hf sampler each.
+    vision_cache_mb: PositiveInt = 512
     # Logits exist for so many tokens at a time; with more than that, the backward pass computes them again.
     logit_chunk_tokens: PositiveInt = 4096
     # Of the computation; trained weights, moments and sums over ranks are float32 either way. A frozen tower
