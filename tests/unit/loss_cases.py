@@ -48,7 +48,8 @@ def with_gradients(batch: Padded) -> Padded:
 
 def inputs_of(batch: Padded, params: LossParams, rows: Sequence[int] | None = None) -> LossInputs:
     """The trained tokens of some rows, in this order, weighted as those of an update over all rows."""
-    order = torch.tensor(range(len(batch.mask)) if rows is None else rows, dtype=torch.int64)
+    device = batch.mask.device
+    order = torch.tensor(range(len(batch.mask)) if rows is None else rows, device=device)
     keep = batch.mask[order].bool()
     weights = token_weights(batch.mask.sum(1), params).to(batch.mask.dtype)[order]
     width = (len(order), batch.mask.shape[1])
@@ -60,7 +61,7 @@ def inputs_of(batch: Padded, params: LossParams, rows: Sequence[int] | None = No
         entropy=batch.entropy[order][keep],
         advantages=batch.advantages[order][:, None].expand(width)[keep],
         weights=weights[:, None].expand(width)[keep],
-        sequence=torch.arange(len(order))[:, None].expand(width)[keep],
+        sequence=torch.arange(len(order), device=device)[:, None].expand(width)[keep],
     )
 
 
