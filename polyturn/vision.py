@@ -15,9 +15,7 @@ from polyturn.tensor_cache import TensorCache
 from polyturn.types import ImageRecord
 
 ENCODE_CHUNK = 128  # pictures per call of the vision tower without gradient
-CACHE_BYTES = (
-    512_000_000  # of decoded pictures that a reader keeps, and of features that a store keeps
-)
+CACHE_MB = 512  # of decoded pictures that a reader keeps, and of features that a store keeps
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Features:
 class PatchReader:
     """Turns picture records into patches with the policy's image processor; keeps the latest."""
 
-    def __init__(self, policy: Policy, max_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, policy: Policy, max_bytes: int = CACHE_MB * 10**6) -> None:
         self._processor = policy.processor.image_processor
         self._kept = TensorCache(max_bytes)
 
@@ -75,7 +73,9 @@ def encode(
 class FeatureStore:
     """Features without gradient, each distinct picture encoded once while the tower's weights stay the same."""
 
-    def __init__(self, policy: Policy, reader: PatchReader, max_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self, policy: Policy, reader: PatchReader, max_bytes: int = CACHE_MB * 10**6
+    ) -> None:
         self._policy = policy
         self._reader = reader
         self._kept = TensorCache(max_bytes)
@@ -121,7 +121,7 @@ class TowerInTraining:
     """
 
     def __init__(
-        self, policy: Policy, *, cache_mb: int = CACHE_BYTES // 10**6, is_collective: bool = False
+        self, policy: Policy, *, cache_mb: int = CACHE_MB, is_collective: bool = False
     ) -> None:
         self._policy = policy
         self._reader = PatchReader(policy, cache_mb * 10**6)

@@ -48,7 +48,8 @@ class WarmstartParams(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
     weight_decay: NonNegativeFloat = 0.01
     grad_clip: PositiveFloat = 1.0
-    micro_batch_tokens: PositiveInt = 4096  # padded tokens of one micro-batch
+    micro_batch_tokens: PositiveInt = 4096  # packed tokens of one micro-batch
+    vision_cache_mb: PositiveInt = 512  # decoded pictures, and again the features of a frozen tower
     phases: tuple[PhaseParams, ...] = ()
     example_params: dict[str, float] = Field(
         default_factory=dict
