@@ -7,8 +7,10 @@ An environment is a plain object with `step(response_text) -> (observation, done
 
 from __future__ import annotations
 
+import base64
 import inspect
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from polyturn.params import EnvParams
 
 ToolSchema = Mapping[str, Json]
+_DATA_URI = re.compile(r"data:image(?:/[\w.+-]+)?;base64,")
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,34 @@ class EnvContext:
 
 
 class SlimeSample:
-    """slime's view of a problem for `build_env(sample=, args=)`: label, prompt, metadata."""
+    """slime's view of a problem for `build_env(sample=, args=)`.
+
+    label: the reference answer. prompt: chat messages, text only. metadata: the row's other columns, and what a column
+    of the name metadata holds, laid over them. multimodal_inputs: {"images": PIL pictures}. index: the problem's id.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.label = problem.answer
         self.prompt = [{"role": m.role, "content": m.text} for m in problem.messages]
-        self.metadata = dict(problem.metadata)
+        self.metadata = {**problem.metadata, **_as_mapping(problem.metadata.get("metadata"))}
         self.index = problem.id
+        self._problem = problem
+
+    @property
+    def multimodal_inputs(self) -> dict[str, list[Image.Image]]:
+        """The prompt's pictures, decoded when asked for."""
+        return {"images": [_opened(image.read()) for image in self._problem.images]}
 
 
 class SlimeArgs:
-    """slime's view of the run's arguments: max_turns and every key of env.params as an attribute."""
+    """slime's view of the run's arguments: max_turns (rollout.max_turns) and every key of env.params."""
 
     def __init__(self, context: EnvContext) -> None:
         self.__dict__.update(context.params)
         self.max_turns = context.max_turns
+
+    def __getattr__(self, name: str) -> object:
+        raise AttributeError(f"args has no {name}; set env.params.{name}")
 
 
 def load_object(path: str, key: str) -> Callable[..., object]:
@@ -204,16 +220,23 @@ def _part(part: object) -> str | ImageRecord:
 
 
 def image_record(picture: object) -> ImageRecord:
-    """A record of a picture that an environment made (PIL image or record); on white, RGB, lossless PNG.
+    """A record of a picture that an environment made; on white, RGB, lossless PNG.
+
+    Understood are ImageRecord, PIL image, the bytes of an image file and a data URI in base64.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of these.
     """
     if isinstance(picture, ImageRecord):
         return picture
+    if isinstance(picture, str) and (found := _DATA_URI.match(picture)):
+        picture = base64.b64decode(picture[found.end() :], validate=False)
+    if isinstance(picture, bytes):
+        picture = _opened(picture)
     if not isinstance(picture, Image.Image):
         raise ValueError(
-            f"a picture must be a PIL image or an ImageRecord, got {type(picture).__name__}"
+            "a picture must be an ImageRecord, a PIL image, bytes or a data URI, got "
+            f"{type(picture).__name__}"
         )
     if picture.has_transparency_data:
         shown = picture.convert("RGBA")
@@ -221,3 +244,14 @@ def image_record(picture: object) -> ImageRecord:
     buffer = io.BytesIO()
     picture.convert("RGB").save(buffer, format="PNG", compress_level=1)
     return ImageRecord.from_png(buffer.getvalue(), picture.width, picture.height)
+
+
+def _opened(data: bytes) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(data))
+        image.load()
+    except OSError as error:
+        raise ValueError(
+            f"a picture must be an image file, got {len(data)} bytes: {error}"
+        ) from None
+    return image
