@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from polyturn.data.problems import read_problems
-from polyturn.data.quarantine import read_quarantine
+from polyturn.data.problems import IMAGE_TAG
+from polyturn.data.quarantine import SetAside, read_quarantine
 
 _TILE = 160  # side of a picture, pixels
 _CAPTION = 62  # height of the text under it
@@ -30,19 +32,32 @@ class Tile:
 
 
 def kept_tiles(image_dir: Path, count: int) -> list[Tile]:
-    """`count` kept problems, evenly spaced over the dataset, with id and answer."""
-    problems = read_problems(image_dir / "problems.jsonl", image_dir)
-    step = max(1, len(problems) // max(count, 1))
-    chosen = problems[::step][:count]
-    return [
-        Tile(p.images[0].path if p.images else None, f"{p.id} = {p.answer}\n{p.messages[-1].text}")
-        for p in chosen
-    ]
+    """`count` kept problems, evenly spaced over the dataset, with id and answer; all others are passed over unread."""
+    path = image_dir / "problems.jsonl"
+    with path.open("rb") as lines:
+        num_rows = sum(1 for _ in lines)
+    step = max(1, num_rows // max(count, 1))
+    with path.open(encoding="utf-8") as lines:
+        chosen = list(itertools.islice(itertools.islice(lines, 0, None, step), count))
+    return [_kept(json.loads(line), image_dir) for line in chosen]
 
 
-def set_aside_tiles(image_dir: Path, count: int) -> list[Tile]:
-    """Up to `count` rows set aside, the reasons in turn, with a picture where the store has it."""
-    rows = sorted(read_quarantine(image_dir / "quarantine.jsonl"), key=lambda row: row.reason)
+def _kept(row: Mapping[str, object], image_dir: Path) -> Tile:
+    images = cast("Sequence[Mapping[str, str]]", row["images"])
+    picture = image_dir / "png" / f"{images[0]['sha256']}.png" if images else None
+    prompt = row["problem"]
+    if not isinstance(prompt, str):
+        prompt = cast("Sequence[Mapping[str, str]]", prompt)[-1]["content"]
+    return Tile(picture, f"{row['id']} = {row['answer']}\n{prompt.replace(IMAGE_TAG, '')}")
+
+
+def set_aside_tiles(image_dir: Path, count: int, more: Sequence[SetAside] = ()) -> list[Tile]:
+    """Up to `count` rows set aside, the reasons in turn, with a picture where the store has it.
+
+    `more` are rows that a later stage set aside.
+    """
+    rows = [*read_quarantine(image_dir / "quarantine.jsonl"), *more]
+    rows.sort(key=lambda row: row.reason)
     by_reason = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.reason)]
     in_turn = [row for layer in itertools.zip_longest(*by_reason) for row in layer if row][:count]
     pictures = _pictures(image_dir, {row.id for row in in_turn})
@@ -50,12 +65,17 @@ def set_aside_tiles(image_dir: Path, count: int) -> list[Tile]:
 
 
 def _pictures(image_dir: Path, ids: set[str]) -> dict[str, Path]:
-    table = pq.read_table(image_dir / "manifest.parquet", columns=["row_id", "png_sha256"])
+    """The first stored picture of each row."""
     found: dict[str, Path] = {}
-    for row in table.to_pylist():
-        path = image_dir / "png" / f"{row['png_sha256']}.png"
-        if row["row_id"] in ids and row["png_sha256"] and path.is_file():
-            found.setdefault(str(row["row_id"]), path)
+    manifest = image_dir / "manifest.parquet"
+    if not ids or not manifest.exists():
+        return found
+    with pq.ParquetFile(manifest) as file:
+        for batch in file.iter_batches(columns=["row_id", "png_sha256"]):
+            for name, sha256 in zip(*batch.to_pydict().values(), strict=True):
+                path = image_dir / "png" / f"{sha256}.png"
+                if name in ids and sha256 and path.is_file():
+                    found.setdefault(str(name), path)
     return found
 
 

@@ -147,6 +147,18 @@ def _write_problems(root: Path, problems: Sequence[Problem]) -> None:
     path = root / layout.PROBLEMS / "problems.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept = [
+        {
+            "id": problem.id,
+            "answer": problem.answer,
+            "problem": f"<image>{problem.messages[0].text}",
+            "images": [{"sha256": problem.images[0].sha256}],
+        }
+        for problem in problems
+    ]
+    (root / layout.IMAGES / "problems.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in kept)
+    )
     reasons = [("train", "http_404")] * 3 + [("train", "too_small"), ("test", "shared_with_train")]
     quarantine = [
         {"id": str(i), "split": split, "stage": "images", "reason": reason, "detail": ""}
