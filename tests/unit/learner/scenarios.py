@@ -11,6 +11,7 @@ import torch
 
 from polyturn.learner.base import Logprobs, NonFiniteError, UpdateStats
 from polyturn.learner.fsdp import FsdpLearner
+from polyturn.learner.offload import HostCopy
 from polyturn.learner.sharding import whole
 from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
@@ -212,7 +213,11 @@ def continued(world: World) -> Continued:
 def third_step(directory: Path, world: World) -> Tensors:
     """What a learner of other weights has after reading a checkpoint and one more update."""
     again = learner_of(tiny.qwen3(seed=1), world=world)
+    again.logprobs(samples(again.renderer))  # must leave nothing of the old weights behind
     again.load(directory)
+    away = HostCopy()  # as learner.offload does on a GPU
+    away.take(again.parameters.values())
+    away.give_back()
     update(again, samples(again.renderer))
     return weights_of(again)
 
