@@ -114,17 +114,36 @@ class HfSampler:
         return self._decode(requests, prompts, hidden)
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Copy new weights in, unless they are the very storage that this module already has."""
+        """Copy new weights in, unless they are the very storage that this module already has.
+
+        Raises:
+            ValueError: a tensor is unknown, of another shape, or has not come (a frozen tower's need not).
+        """
         own = dict(self._policy.model.named_parameters(remove_duplicate=False))
+        arrived: set[int] = set()  # by identity: a tied head comes with its embedding
         for name, tensor in tensors:
             if name not in own:
                 raise ValueError(f"the sampler's model has no parameter {name!r}")
+            if own[name].shape != tensor.shape:
+                raise ValueError(
+                    f"the sampler's {name} has shape {tuple(own[name].shape)}, the new one {tuple(tensor.shape)}"
+                )
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].data.copy_(tensor)
+            arrived.add(id(own[name]))
+        missing = [name for name, parameter in own.items() if id(parameter) not in arrived
+                   and not (self._is_vision_frozen and name.startswith("model.visual."))]  # fmt: skip
+        if missing:
+            raise ValueError(
+                f"{len(missing)} weights of the sampler were not updated: {', '.join(missing[:8])}"
+            )
         self._live = None
         self._version = version
         if not self._is_vision_frozen:
             self._features.clear()
+
+    def rest(self) -> None:
+        """Nothing is given back: keys and values are freed with the next weights."""
 
     def close(self) -> None:
         """Forget cached keys, values and features."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn import vision
+from polyturn import hf_weights, vision
 from polyturn.batching import collate
 from polyturn.forward import hidden_states, token_distribution
 from polyturn.learner.scoring import score_batch
@@ -383,7 +383,7 @@ def test_same_request_twice_gives_the_same_reply(policy: Policy, renderer: Rende
 def test_new_weights_leave_nothing_of_the_old_ones(
     policy: Policy, renderer: Renderer, is_vision_frozen: bool
 ) -> None:
-    """The cache of the old version is dropped, features too unless their tower is frozen (lmdeploy #4917)."""
+    """CKPT-09: the old version's cache is dropped, features too unless their tower is frozen (lmdeploy #4917)."""
     sampler = make(tiny.copy_of(policy), is_vision_frozen=is_vision_frozen)
     request = first_request(renderer, "0/0", picture=tiny.picture())
     (before,) = ask(sampler, [request])
@@ -409,15 +409,37 @@ def test_new_weights_leave_nothing_of_the_old_ones(
 
 
 def test_tied_head_follows_its_embedding(policy: Policy, renderer: Renderer) -> None:
-    """Weights arrive under both names (prime-rl #2823)."""
-    sampler = make(tiny.copy_of(policy))
-    state = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
-    for name in ("lm_head.weight", "model.language_model.embed_tokens.weight"):
-        state[name] *= 1.5
+    """CKPT-01: weights arrive under both names or one of them; every tensor is the one sent (prime-rl #2823)."""
+    state = {name: tensor.clone() * 1.5 for name, tensor in policy.model.state_dict().items()}
+    embedding = "model.language_model.embed_tokens.weight"
+    for left_out in ((), ("lm_head.weight",), (embedding,)):
+        sampler = make(tiny.copy_of(policy))
+        sampler.update_weights(iter([(n, t) for n, t in state.items() if n not in left_out]), 1)
+        assert sampler._policy.model.lm_head.weight is (
+            sampler._policy.model.model.language_model.embed_tokens.weight
+        )
+        for name, tensor in sampler._policy.model.state_dict().items():
+            assert hf_weights.digest(tensor) == hf_weights.digest(state[name]), name
+
+
+def test_an_untied_head_is_neither_overwritten_nor_forgotten() -> None:
+    """CKPT-01, CKPT-03: with tie_word_embeddings: false both tensors are their own (sglang #18024)."""
+    untied = tiny.qwen3(tiny.SMALL.model_copy(update={"tie_embeddings": False}))
+    state = {name: tensor.clone() * 1.5 for name, tensor in untied.model.state_dict().items()}
+    sampler = make(tiny.copy_of(untied))
     sampler.update_weights(iter(state.items()), 1)
-    head = sampler._policy.model.lm_head.weight
-    assert torch.equal(head, state["lm_head.weight"])
-    assert head is sampler._policy.model.model.language_model.embed_tokens.weight
+    for name, tensor in sampler._policy.model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    del state["lm_head.weight"]
+    with pytest.raises(ValueError, match=r"1 weights of the sampler were not updated: lm_head"):
+        sampler.update_weights(iter(state.items()), 2)
+
+
+def test_weights_of_another_shape_are_refused(policy: Policy) -> None:
+    """Even one that could be broadcast."""
+    norm = ("model.language_model.norm.weight", torch.ones(1))
+    with pytest.raises(ValueError, match=r"norm.weight has shape \(64,\), the new one \(1,\)"):
+        make(tiny.copy_of(policy)).update_weights(iter([norm]), 1)
 
 
 def test_unknown_weights_are_refused(policy: Policy) -> None:
