@@ -20,7 +20,7 @@ FLOW_ARGS = $(if $(RECIPE)$(SET),--worktree) $(if $(RECIPE),--recipe $(RECIPE)) 
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full check format deps geo3k-smoke services services-stop clean
+.PHONY: help setup demo test test-ray test-full check format deps geo3k-smoke services services-stop clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -40,8 +40,12 @@ demo: $(READY) ## the whole pipeline on this machine (RECIPE=tiny: under a minut
 test: $(READY) ## unit, contract and end-to-end tests
 	@$(BIN)/python -m pytest -q
 
-test-full: $(READY) ## demo-size checks: three seeds, byte-identical reruns (an hour)
+test-ray: $(READY) ## images.engine: ray, with Ray in an environment of its own (.polyturn/ray)
+	@$(BIN)/python scripts/test_ray.py
+
+test-full: $(READY) ## demo-size checks: three seeds, byte-identical reruns, ten kills (an hour and a half)
 	@$(BIN)/python scripts/check_reproducible.py
+	@$(BIN)/python scripts/check_resume.py --per-run 10
 
 check: $(READY) ## lint, format, types, layers
 	$(BIN)/ruff check .
