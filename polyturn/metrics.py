@@ -39,6 +39,7 @@ def rollout_metrics(groups: Sequence[Group], *, seed: int) -> Metrics:
         "rollout/response_len/max": float(max(lengths)),
         "rollout/total_len/mean": float(np.mean([len(t.token_ids) for t in trajectories])),
         "rollout/zero_std/count": float(sum(are_equal(values) for values in by_group)),
+        "rollout/fully_masked/count": float(sum(length == 0 for length in lengths)),
         "rollout/truncated_ratio": sum(t.status is Status.TRUNCATED for t in trajectories) / count,
         "rollout/failed_ratio": sum(not t.status.is_rewarded for t in trajectories) / count,
         "rollout/grader_failures": sum(bool(t.reward_failures) for t in trajectories) / count,

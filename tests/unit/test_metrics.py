@@ -6,6 +6,7 @@ import csv
 import io
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from polyturn.learner.base import UpdateStats
@@ -61,6 +62,7 @@ def test_rollout_metrics_by_hand() -> None:
         "rollout/response_len/max": 6,
         "rollout/total_len/mean": (5 + 7 + 3 + 3) / 4,
         "rollout/zero_std/count": 1,
+        "rollout/fully_masked/count": 0,
         "rollout/truncated_ratio": 0.25,
         "rollout/failed_ratio": 0.25,
         "multi_turn/turns/mean": 7 / 4,
@@ -77,6 +79,15 @@ def test_rollout_metrics_by_hand() -> None:
     assert sum(value for name, value in metrics.items() if "/stop/" in name) == 1.0
     assert metrics["rollout/raw_reward_low"] < 0.25 < metrics["rollout/raw_reward_high"]
     assert rollout_metrics(groups(), seed=0) == metrics
+
+
+def test_tok_15_trajectories_without_a_trained_token_are_counted() -> None:
+    """They train nothing and leave an update's denominators, which must not go unseen (NeMo-RL #158)."""
+    one = trajectory(1.0)
+    masked = replace(one, loss_mask=np.zeros_like(one.loss_mask))
+    for number in range(3):
+        group = Group(0, (masked,) * number + (one,) * (2 - number))
+        assert rollout_metrics([group], seed=0)["rollout/fully_masked/count"] == number
 
 
 def test_rewards_outside_of_0_and_1_are_fine() -> None:
