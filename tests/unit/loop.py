@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from polyturn import grpo, model
 from polyturn.candidates import Candidates
 from polyturn.checkpoint_writer import CheckpointWriter
@@ -44,15 +46,27 @@ class Run:
     sink: tiny.Metrics = field(default_factory=tiny.Metrics)
     killed_after_step: int | None = None
     stop_request: Callable[[], str | None] = never
+    device: torch.device | None = None  # None: the CPU
     learner_temperature: float | None = None  # another one than that of sampling, a mistake
 
     def parts(self) -> Parts:
         own = tiny.copy_of(self.policy)
-        self.candidates = Candidates(own, self.directory / "candidates")
+        torch.nn.Module.to(own.model, self.device or "cpu")
         self.checkpoints = CheckpointWriter(self.directory / "checkpoints", keep=2)
         renderer = Renderer(own)
         temperature = self.learner_temperature or self.params.rollout.temperature
-        learner = FsdpLearner(own, renderer, self.params.learner, self.params.loss, temperature)
+        learner = FsdpLearner(
+            own,
+            renderer,
+            self.params.learner,
+            self.params.loss,
+            temperature,
+            device=self.device,
+        )
+        if not learner.shares_weights:  # the sampler and what is published need a plain module
+            own = tiny.copy_of(self.policy)
+            torch.nn.Module.to(own.model, self.device or "cpu")
+        self.candidates = Candidates(own, self.directory / "candidates")
         recorder = Recorder(self.directory, self.sink, Progress(self.params.train.steps, "train"))
         self.learner, self.recorder, self.own = learner, recorder, own
         if self.killed_after_step is not None:
@@ -65,7 +79,9 @@ class Run:
 
             recorder.step = step  # type: ignore[method-assign, assignment]
         return Parts(
-            sampler=HfSampler(own, renderer, is_vision_frozen=self.params.learner.freeze_vision),
+            sampler=HfSampler(
+                own, Renderer(own), is_vision_frozen=self.params.learner.freeze_vision
+            ),
             learner=learner,
             renderer=renderer,
             train=TRAIN,
