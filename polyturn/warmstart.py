@@ -231,7 +231,7 @@ class _Trainer:
         self._tower = vision.TowerInTraining(policy, cache_mb=params.vision_cache_mb)
         self._parameters = list(policy.model.parameters())
         self._optimizer = torch.optim.AdamW(
-            self._parameters, betas=params.betas, weight_decay=params.weight_decay
+            self._parameters, betas=params.betas, weight_decay=params.weight_decay, fused=True
         )
 
     def step(
