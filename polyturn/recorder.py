@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from polyturn import trajectories
+from polyturn import trajectories, trajectory_times
 from polyturn.debug import sample_entry
 from polyturn.envs.tools import ToolCall, parse_tool_calls
 from polyturn.journal import Entry, Journal
@@ -81,7 +81,8 @@ class Recorder:
 
     On resume `begin` brings both back to the checkpoint's step and sends the history to the new sink, so that
     every step enters it once, with the time and the durations that the journal has of it. `is_main` False (the other
-    ranks of a run): the history is kept, and nothing is written.
+    ranks of a run): the history is kept, and nothing is written. `on_rollout` sees each step's trajectories once
+    their files are written.
     """
 
     directory: Path
@@ -90,6 +91,7 @@ class Recorder:
     history: list[Metrics] = field(default_factory=list)
     journal: Journal = field(default_factory=partial(Journal, None))
     is_main: bool = True
+    on_rollout: Callable[[Sequence[trajectories.TrajectoryEntry]], None] = lambda _: None
 
     @property
     def trajectory_dir(self) -> Path:
@@ -105,6 +107,7 @@ class Recorder:
         for step in trajectories.list_steps(self.trajectory_dir):
             if step >= len(self.history):
                 trajectories.step_path(self.trajectory_dir, step).unlink()
+                trajectory_times.times_path(self.trajectory_dir, step).unlink(missing_ok=True)
         if not self.history:
             shutil.rmtree(self.trajectory_dir / PICTURES, ignore_errors=True)
         for step, metrics in enumerate(self.history):
@@ -117,10 +120,13 @@ class Recorder:
         """Write a step's trajectories and the pictures that its environments made."""
         if not self.is_main:
             return
-        trajectories.write_step(self.trajectory_dir, step, records(groups, advantages, step))
+        entries = records(groups, advantages, step)
+        trajectories.write_step(self.trajectory_dir, step, entries)
+        trajectory_times.write_times(self.trajectory_dir, step, groups)
         for trajectory in trajectories_of(groups):
             made = trajectory.images[len(trajectory.problem.images) :]
             trajectories.save_pictures(self.trajectory_dir / PICTURES, made)
+        self.on_rollout(entries)
 
     def step(self, step: int, metrics: Metrics, times: Mapping[str, float]) -> None:
         """Take a step's metrics; `times` (perf/...) go to the sink but not into the history."""

@@ -16,9 +16,14 @@ from polyturn.types import Group
 Times = Mapping[tuple[int, int], float]  # (group, sibling) -> seconds
 
 
+def times_directory(trajectories: Path) -> Path:
+    """The directory beside that of the trajectories."""
+    return trajectories.with_name("trajectory_times")
+
+
 def times_path(trajectories: Path, step: int) -> Path:
     """The file that belongs to `trajectories`/step_%06d.jsonl.gz."""
-    return trajectories.with_name("trajectory_times") / f"step_{step:06d}.jsonl"
+    return times_directory(trajectories) / f"step_{step:06d}.jsonl"
 
 
 def write_times(trajectories: Path, step: int, groups: Sequence[Group]) -> Path:

@@ -50,7 +50,9 @@ def body(ctx: StageContext) -> None:
 
 def _record(ctx: StageContext, report: ImageReport, *, seconds: float) -> None:
     manifest = layout.IMAGES / "manifest.parquet"
-    ctx.run.log_dataset("images", manifest, hashlib.sha256(manifest.read_bytes()).hexdigest())
+    with manifest.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    ctx.run.log_dataset("images", manifest, digest)
     ctx.run.log_metrics(
         {
             "images/rows": report.num_rows,

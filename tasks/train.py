@@ -10,6 +10,10 @@ from pathlib import Path
 from polyturn import layout, lease, model, stop_request
 from polyturn.determinism import is_replayable
 from polyturn.params import Params
+from polyturn.pictures import Pictures
+from polyturn.recorder import PICTURES
+from polyturn.tracking.gallery import log_step_files
+from polyturn.trajectory_times import times_directory
 from polyturn.work_key import work_key
 from tasks import ranks, training
 from tasks.context import PARENT_RUN, StageContext, run_stage, write_json
@@ -71,6 +75,7 @@ def _publish(ctx: StageContext, work: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)
     shutil.copy(work / training.CURVE, layout.CURVE)
+    _show_trajectories(ctx, times_directory(training.trajectories_in(work)))
     published = model.load(ctx.params.model, layout.POLICY)
     digest = model.weights_digest(published.model)
     early = {"stopped_at": stopped.step, "stop_reason": stopped.reason} if stopped else {}
@@ -90,6 +95,21 @@ def _publish(ctx: StageContext, work: Path) -> None:
         best.version,
         best.accuracy,
         digest[:12],
+    )
+
+
+def _show_trajectories(ctx: StageContext, times: Path) -> None:
+    """Put the times beside the out (they are no part of it), and some step files into the MLflow run."""
+    target = times_directory(layout.TRAJECTORIES)
+    shutil.rmtree(target, ignore_errors=True)
+    if times.exists():
+        shutil.copytree(times, target)
+    log_step_files(
+        ctx.run,
+        layout.TRAJECTORIES,
+        ctx.params.tracking.trajectory_files,
+        pictures=Pictures([layout.TRAJECTORIES / PICTURES, layout.IMAGES / PICTURES]),
+        tokenizer=layout.POLICY / "tokenizer.json",
     )
 
 

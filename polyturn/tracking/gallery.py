@@ -36,6 +36,8 @@ class Gallery:
     def show(self, entries: Sequence[TrajectoryEntry]) -> None:
         """Log the chosen trajectories of one step."""
         chosen = choose(entries, self.traces_per_step)
+        if not chosen:
+            return
         labelled = [(entry, f"version {entry['policy_version']}") for entry in chosen]
         try:
             log_trajectories(self.run, labelled, self.pictures.data_uri)

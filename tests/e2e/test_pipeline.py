@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from mlflow import MlflowClient
 
 from polyturn import layout, workspace
 from polyturn.params_tree import merge
@@ -96,6 +97,21 @@ def test_importing_plugins_leaves_nothing_stale(tiny: ToyProject) -> None:
 
 def test_every_run_in_mlflow_is_finished(tiny: ToyProject) -> None:
     assert tiny.runs() == {name: ["FINISHED"] for name in STAGES}
+
+
+def test_a_training_run_keeps_traces_step_files_and_times(tiny: ToyProject) -> None:
+    run_id = json.loads((tiny.path / layout.TRAIN_RUN).read_text())["run_id"]
+    steps = sorted(path.stem for path in (tiny.path / layout.TRAJECTORIES).glob("step_*"))
+    times = tiny.path / layout.TRAJECTORIES.with_name("trajectory_times")
+    assert [path.stem for path in sorted(times.iterdir())] == [name.split(".")[0] for name in steps]
+    for name in ("champion", run_id):
+        shown = tiny.run("polyturn", "view", name, "--out", "runs/view.html")
+        assert shown.returncode == 0, shown.stdout
+        assert "<article" in (tiny.path / "runs/view.html").read_text()
+    client = MlflowClient(tracking_uri=f"sqlite:///{tiny.path / 'mlflow.db'}")
+    experiment = client.get_run(run_id).info.experiment_id
+    traces = client.search_traces(locations=[experiment], run_id=run_id)
+    assert len(traces) == 2 * len(steps)
 
 
 def test_metrics_hold_no_time_run_id_or_path(tiny: ToyProject) -> None:

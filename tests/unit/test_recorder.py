@@ -9,6 +9,7 @@ from polyturn import trajectories
 from polyturn.journal import Journal
 from polyturn.progress import Progress
 from polyturn.recorder import Recorder, records, tool_calls
+from polyturn.trajectory_times import read_times, times_path
 from polyturn.types import Group, Trajectory
 from tests.unit import tiny
 from tests.unit.test_evaluate import trajectory
@@ -127,3 +128,37 @@ def test_a_fresh_start_removes_what_an_earlier_one_left(tmp_path: Path) -> None:
     second.begin([])
     assert [p for p in (tmp_path / "trajectories").rglob("*") if p.is_file()] == []
     assert sink.steps == []
+
+
+def test_times_stand_beside_the_trajectories_and_leave_with_them(tmp_path: Path) -> None:
+    first, _ = recorder(tmp_path)
+    first.begin([])
+    for step in range(2):
+        first.rollout(step, [_timed(group()[0])], [[0.5, -0.5]])
+        first.step(step, dict(STEP), TIMES)
+    directory = first.trajectory_dir
+    assert read_times(directory, 1) == {(0, 0): 0.25, (0, 1): 1.25}
+    assert times_path(directory, 1).parent == tmp_path / "trajectory_times"
+    assert not any("time" in key for key in trajectories.read_step(directory, 1)[0])
+    second, _ = recorder(tmp_path)
+    second.begin(first.history[:1])
+    assert read_times(directory, 0)
+    assert read_times(directory, 1) == {}
+
+
+def _timed(group: Group) -> Group:
+    timed = (replace(t, env_time_s=t.sibling + 0.25) for t in group.trajectories)
+    return Group(group.index, tuple(timed))
+
+
+def test_what_is_written_is_shown_once_a_step(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+    kept = Recorder(
+        tmp_path,
+        tiny.Metrics(),
+        Progress(10, "train"),
+        on_rollout=lambda entries: seen.append([entry["sibling"] for entry in entries]),
+    )
+    kept.begin([])
+    kept.rollout(0, group(), [[0.5, -0.5]])
+    assert seen == [[0, 1]]

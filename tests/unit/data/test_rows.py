@@ -88,7 +88,7 @@ def test_missing_tags_are_put_in_front_or_set_the_row_aside(images: list[str], t
 
 
 def test_rows_without_pictures_are_problems_too() -> None:
-    """ROW-06, the data side."""
+    """ROW-06, the data side; tests/unit/test_mixed_rows.py samples and trains on both kinds."""
     row = _parse({"problem": "What is 1+1?", "answer": "2"})
     assert (row.problem, row.images, row.is_tag_added) == ("What is 1+1?", (), False)
 
