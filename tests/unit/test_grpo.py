@@ -29,6 +29,7 @@ from tests.unit.loop import (
     Killed,
     Run,
     Validations,
+    changed,
     loop_params,
     taught_policy,
 )
@@ -65,6 +66,26 @@ def test_resumed_run_has_the_bytes_of_one_never_stopped(
     rates = [metrics["train/lr"] for metrics in resumed.recorder.history[:4]]
     assert rates == [params.learner.lr * lr_scale(step, params.learner) for step in range(4)]
     assert [step for step, _ in resumed.sink.steps] == [0, 1, 2, 3, 4]
+
+
+def test_the_reference_of_a_resumed_run_is_the_warm_start(
+    policy: Policy, params: Params, tmp_path: Path
+) -> None:
+    """KL is 0 before the first update and above it later; a resume from step 2 does not make step 2 the reference."""
+    loss = params.loss.model_copy(update={"kl_coef": 0.1})
+    with_kl = params.model_copy(update={"loss": loss})
+    whole = Run(tmp_path / "whole", changed(with_kl, updates_per_rollout=1), policy)
+    whole.train()
+    apart = [metrics["train/ref_logprob_abs_diff"] for metrics in whole.recorder.history[:4]]
+    assert apart[0] < 1e-5
+    assert min(apart[1:]) > 1e-3
+    stopped = Run(tmp_path / "stopped", whole.params, policy, killed_after_step=2)
+    with pytest.raises(Killed):
+        stopped.train()
+    resumed = Run(tmp_path / "stopped", whole.params, policy)
+    resumed.train(resume=True)
+    assert resumed.recorder.history == whole.recorder.history
+    assert model.weights_digest(resumed.own.model) == model.weights_digest(whole.own.model)
 
 
 def test_run_learns_from_something_and_every_step_is_in_the_history(
