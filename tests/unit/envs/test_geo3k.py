@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from polyturn.corpus import corpus
 from polyturn.envs.base import EnvContext, build, load_object
 from polyturn.envs.demonstration import Demonstration, Say
 from polyturn.envs.geo3k import (
@@ -18,7 +19,9 @@ from polyturn.envs.geo3k import (
     texts,
     tool_call,
 )
+from polyturn.small_model import train_tokenizer
 from polyturn.types import Json, Message, Problem
+from tests.unit import tiny
 
 PROBLEM = Problem("g1", "train", (Message("user", ("Find x.",)),), "3 \\sqrt { 2 }")
 
@@ -225,6 +228,16 @@ def test_the_tokenizer_texts_hold_every_feedback_of_the_environment() -> None:
         env = Geo3kEnv("16", oracle=oracle, max_turns=9)
         for answer in ("16", "25"):
             assert env.step(tool_call(answer))[0].text in said
+
+
+def test_a_small_models_tokenizer_can_learn_the_feedback() -> None:  # model.small.texts
+    feedback = Geo3kEnv("16", max_turns=2).step(tool_call("16"))[0].text
+    own = load_object("polyturn.envs.geo3k:texts", "model.small.texts")()
+    lengths = [
+        len(train_tokenizer(said, 512)(feedback)["input_ids"])
+        for said in (list(corpus(tiny.problems())), [*corpus(tiny.problems()), *own])  # type: ignore[misc]
+    ]
+    assert lengths[1] < 0.5 * lengths[0]
 
 
 def test_demonstrations_alternate_and_spans_lie_in_the_reply() -> None:
