@@ -118,5 +118,7 @@ class _Score(torch.autograd.Function):
             gradient -= probabilities * slope * entropy_grad[:, None]
         if logprob_grad is not None:
             gradient -= probabilities.mul_(logprob_grad[:, None])
-            gradient.scatter_add_(-1, targets[:, None], logprob_grad[:, None])
+            place = targets[:, None]
+            # One place a row; scatter_add_ has no deterministic form on a GPU.
+            gradient.scatter_(-1, place, gradient.gather(-1, place) + logprob_grad[:, None])
         return gradient.div_(ctx.temperature), None, None, None

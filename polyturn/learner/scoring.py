@@ -37,6 +37,7 @@ def score_batch(
     """
     batch = batch.to(policy.model.device)
     shown = {image.sha256 for image in batch.images}
+    number = len(batch.before)
     hidden = packed_states(
         policy,
         batch.token_ids,
@@ -47,13 +48,12 @@ def score_batch(
     )
     scores = score(
         policy,
-        hidden[batch.before] if len(batch.before) else hidden[:1],
-        trained(batch, batch.token_ids) if len(batch.before) else batch.token_ids[:1],
+        hidden.index_select(0, batch.before) if number else hidden[:1],
+        trained(batch, batch.token_ids) if number else batch.token_ids[:1],
         temperature,
         chunk_tokens=chunk_tokens,
         with_entropy_gradient=with_entropy_gradient,
     )
-    number = len(batch.before)
     return Scores(scores.logprobs[:number], scores.entropy[:number])
 
 

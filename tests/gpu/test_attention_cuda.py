@@ -71,11 +71,13 @@ def samples(renderer: Renderer) -> list[TrainingSample]:
     ]
 
 
-def scores(policy: Policy, chosen: list[TrainingSample]) -> Tensor:
+def scores(
+    policy: Policy, chosen: list[TrainingSample], *, chunk_tokens: int | None = None
+) -> Tensor:
     batch = collate(chosen, [1.0] * len(chosen), Renderer(policy))
     encoded = vision.encode(policy, vision.PatchReader(policy), batch.images)
     features = {image.sha256: made for image, made in zip(batch.images, encoded, strict=True)}
-    return score_batch(policy, batch, features, 1.0).logprobs
+    return score_batch(policy, batch, features, 1.0, chunk_tokens=chunk_tokens).logprobs
 
 
 @torch.no_grad()
@@ -92,3 +94,24 @@ def test_packed_samples_score_as_alone_and_as_on_cpu(
     alone = torch.cat([scores(moved, [sample]) for sample in chosen])
     assert (packed - alone).abs().mean() < limit
     assert (packed.cpu() - on_cpu).abs().mean() < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_have_equal_bytes_under_deterministic_algorithms(dtype: torch.dtype) -> None:
+    """Siblings add to the gradient of their prompt's states in a fixed order."""
+    policy = tiny.qwen3()
+    moved = replace(policy, model=copy.deepcopy(policy.model).to("cuda", dtype))
+    chosen = samples(Renderer(policy))
+    found: list[list[Tensor]] = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(3):
+            moved.model.zero_grad()
+            scores(moved, chosen, chunk_tokens=32).sum().backward()
+            gradients = [p.grad.clone() for p in moved.model.parameters() if p.grad is not None]
+            found.append(gradients)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(found[0]) > 20
+    for again in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], again, strict=True))
