@@ -30,6 +30,7 @@ _PACKAGES = (
     "pillow",
     "safetensors",
     "math-verify",
+    "peft",
     "sympy",
     "mpmath",
 )

@@ -16,12 +16,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from polyturn import layout, lease, params, processes, world
-from polyturn.params import Params
+from polyturn.params import LearnerParams, Params
 from polyturn.processes import Process
 from polyturn.recorder import MetricsSink
 from polyturn.tracking.run import attach_run
@@ -35,12 +36,20 @@ _MODULE = "tasks.ranks"
 _MONITOR_S = 0.1  # between looks at the ranks
 
 
-def run_ranks(num_processes: int, work: Path, run_id: str) -> None:
-    """Train on `num_processes` ranks of this host; they log to the MLflow run `run_id`, and die with this process.
+def run_ranks(chosen: LearnerParams, work: Path, run_id: str) -> None:
+    """Train on learner.num_processes ranks of this host; they log to the MLflow run `run_id`, and die with this process.
 
     Raises:
+        ValueError: there are fewer GPUs than ranks.
         RankInputError, RankError: a rank failed; the message is that of the one that failed first.
     """
+    num_processes = chosen.num_processes
+    num_gpus = torch.cuda.device_count()
+    if chosen.device != "cpu" and 0 < num_gpus < num_processes:
+        raise ValueError(
+            f"learner.num_processes is {num_processes}, but there are {num_gpus} GPUs here, and each process needs "
+            f"its own; set it to {num_gpus}, or learner.device to cpu"
+        )
     for rank in range(num_processes):
         _outcome_path(work, rank).unlink(missing_ok=True)
     config = LaunchConfig(

@@ -37,7 +37,7 @@ def body(ctx: StageContext) -> None:
         if params.learner.num_processes == 1:
             training.train(params, work, ctx.run)
         else:
-            ranks.run_ranks(params.learner.num_processes, work, ctx.run.run_id)
+            ranks.run_ranks(params.learner, work, ctx.run.run_id)
         _publish(ctx, work)
     ctx.leftovers.append(work)
 

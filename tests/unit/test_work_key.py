@@ -44,6 +44,8 @@ def params(**changes: object) -> Params:
         {"train": {"work_uri": "/tmp/elsewhere"}},
         {"train": {"keep_checkpoints": 7}},
         {"learner": {"num_processes": 2}},
+        {"learner": {"offload": True, "reshard_after_forward": False}},
+        {"train": {"stop": {"max_gpu_hours": 1.0}}},
         {"evaluate": {"greedy": False}},
         {"tracking": {"experiment": "other"}},
     ],
