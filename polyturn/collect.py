@@ -114,8 +114,12 @@ async def sample(
     attempts: Sequence[Attempt], parts: Parts, params: Params, step: int
 ) -> list[Group]:
     """Try the problems of a round, each on the rank that owns its group; all groups by index, on every rank."""
+    weights_stay = params.train.debug.mode == "rollout_only"
     draw = Draw(
-        derive(params.seed, "rollout", step), params.rollout.group_size, params.rollout.temperature
+        derive(params.seed, "rollout", step),
+        params.rollout.group_size,
+        params.rollout.temperature,
+        policy_version=None if weights_stay else step,
     )
     owned = [attempt for attempt in attempts if parts.world.owns(attempt.group_index)]
     with parts.world.together():

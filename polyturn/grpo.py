@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyturn import debug, run_state, stop_rules
+from polyturn import blind, debug, run_state, stop_rules
 from polyturn.advantage import advantages_of
 from polyturn.checks import check_gap, check_updates
 from polyturn.clock import Clock
 from polyturn.collect import collect
-from polyturn.metrics import Metrics, rollout_metrics, update_metrics
+from polyturn.metrics import Metrics, rollout_metrics, trajectories_of, update_metrics
 from polyturn.params import Params
 from polyturn.parts import Parts
+from polyturn.rollout import RolloutSettings
 from polyturn.run_state import Best, RunState
 from polyturn.samples import probe, with_gradient
+from polyturn.seeds import derive
 from polyturn.stop_rules import Stopped
+from polyturn.turn_metrics import env_times
 from polyturn.types import Group
 from polyturn.updates import run_updates
 from polyturn.validation import validate
@@ -40,6 +43,7 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
     Raises:
         TrainingError: non-finite loss or gradients (samples are dumped), sampler and learner too far apart.
         FailureBudgetError: the environment or the grader failed too often.
+        BlindModelError: the policy does not see the pictures.
         CheckpointError: the run that is resumed is further than train.steps.
     """
     state = run_state.start(
@@ -49,6 +53,7 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
     best, step, stopped = state.best, state.step, None
     clock = Clock(state.hours, parts.world.size)
     parts.sampler.update_weights(parts.learner.export_weights(), step)
+    await _check_sight(parts, params)
     while step < params.train.steps:
         if stopped := _stop(parts, params, step, clock.hours):
             break
@@ -60,6 +65,7 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
         parts.recorder.enters("rollout", step)
         clock.note("perf/offload_time", parts.learner.offload())
         groups = await collect(parts, params, step)
+        parts.sampler.rest()
         clock.note("perf/onload_time", parts.learner.onload())
         clock.lap("perf/rollout_time")
         advantages = advantages_of(groups.kept, params.loss)
@@ -69,7 +75,8 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
             clock.lap("perf/train_time")
             parts.sampler.update_weights(parts.learner.export_weights(), step + 1)
         parts.recorder.rollout(step, groups.kept, advantages)
-        parts.recorder.step(step, metrics, clock.times)
+        times = clock.times | env_times(trajectories_of(groups.sampled))
+        parts.recorder.step(step, metrics, times)
         step += 1
         if step % params.train.checkpoint_every == 0:
             now = RunState(step=step, best=best, history=parts.recorder.history, hours=clock.hours)
@@ -78,6 +85,14 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
     best = await _score(parts, params, step, best, metrics)
     parts.recorder.end(step, metrics)
     return TrainingOutcome(best, stopped)
+
+
+async def _check_sight(parts: Parts, params: Params) -> None:
+    if params.train.debug.mode != "train_only":
+        settings = RolloutSettings.of(params)
+        seed = derive(params.seed, "blind")
+        with parts.world.together():
+            await blind.check(parts.train, parts.sampler, parts.renderer, settings, seed=seed)
 
 
 def _stop(parts: Parts, params: Params, step: int, hours: float) -> Stopped | None:

@@ -51,7 +51,7 @@ class Renderer:
     def __init__(self, policy: Policy) -> None:
         self.family = policy.family
         self.vocab_size = int(policy.model.config.text_config.vocab_size)
-        self._processor = policy.processor
+        self.image_processor = policy.processor.image_processor
         self._tokenizer = policy.processor.tokenizer
         self._template = getattr(policy.processor, "chat_template", None)
         size = cast("Mapping[str, int]", policy.processor.image_processor.size)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from polyturn.params.fields import Fraction, PositiveFloat, PositiveInt, Section
+from polyturn.params.fields import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class RolloutParams(Section):
@@ -23,3 +23,7 @@ class RolloutParams(Section):
     temperature: PositiveFloat = 1.0
     # of the trajectories: compared, id for id, with the chat template's rendering of the whole conversation
     compare_fraction: Fraction = 0.1
+    blind_problems: NonNegativeInt = 8  # probed before training: does the policy look? 0: no probe
+    # nats by which logprobs must move, on average, when pictures are replaced by blank ones; float32 noise is
+    # 1e-6, bfloat16 servers have 0.03 and need more
+    blind_min_change: PositiveFloat = 1e-4

@@ -141,6 +141,7 @@ def params(**overrides: object) -> Params:
             "max_new_tokens": 16,
             "max_turn_tokens": 8,
             "max_context_tokens": 256,
+            "blind_problems": 0,  # scripted samplers look at nothing
         },
         "learner": {"lr": 1e-3, "warmup_steps": 2, "decay_steps": 4},
         "train": {"steps": 4, "eval_every": 2, "checkpoint_every": 2},
@@ -212,6 +213,9 @@ class ScriptedSampler:
 
     def update_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         self.version = version
+
+    def rest(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
