@@ -33,6 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_view(command("view", "write a page with trajectories: tokens, pictures, calls, rewards"))
     _add_play(command("play", "be the policy by hand in an environment; needs no model"))
     _add_evaluate(command("evaluate", "score a policy on held-out problems, also without pictures"))
+    doctor = command("doctor", "check that a run can work here, and that the model sees")
+    doctor.set_defaults(run=_doctor)
     stop = command("stop", "end training after this step, with the best policy so far")
     stop.add_argument(
         "target",
@@ -207,6 +209,15 @@ def _stop(chosen: argparse.Namespace) -> int:
     work = stop_request.ask(chosen.target)
     print(f"asked the run in {work} to end before its next step; the stage then succeeds")
     return 0
+
+
+def _doctor(chosen: argparse.Namespace) -> int:
+    from polyturn import doctor
+
+    del chosen
+    findings = doctor.examine(Path.cwd())
+    print(doctor.told(findings))
+    return 0 if doctor.is_healthy(findings) else 1
 
 
 def _grade(arguments: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from polyturn.types import Problem
 from tests.toy_project import ToyProject
 from tests.unit import tiny
 
-COMMANDS = ("use", "plan", "report", "view", "play", "evaluate")
+COMMANDS = ("use", "plan", "report", "view", "play", "evaluate", "doctor", "stop")
 
 
 @pytest.fixture
