@@ -38,6 +38,9 @@ class NoSampler:
     def update_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Ignore new weights."""
 
+    def rest(self) -> None:
+        """Nothing to give back."""
+
     def close(self) -> None:
         """Hold nothing."""
 

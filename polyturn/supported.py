@@ -11,9 +11,6 @@ def check_supported(chosen: Params) -> None:
     Raises:
         ParamsError: the message names the key, its value and what to use.
     """
-    for key, value, known in (
-        ("sampler.backend", chosen.sampler.backend, "hf"),
-        ("learner.backend", chosen.learner.backend, "fsdp"),
-    ):
+    for key, value, known in (("learner.backend", chosen.learner.backend, "fsdp"),):
         if value != known:
             raise ParamsError(f"{key}: {value} is not in this version of polyturn; use {known}")

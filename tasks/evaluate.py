@@ -6,8 +6,11 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from polyturn import data, layout, model, trajectories
 from polyturn.data.files import write_jsonl
@@ -25,11 +28,12 @@ from polyturn.progress import Progress
 from polyturn.recorder import records
 from polyturn.render import Renderer
 from polyturn.rollout import RolloutSettings
-from polyturn.runtime import set_up_torch
-from polyturn.sampler.hf import HfSampler
+from polyturn.runtime import set_up_torch, training_device
+from polyturn.sampler.base import Sampler
 from polyturn.seeds import derive
 from polyturn.types import Group, Problem
 from tasks.context import StageContext, run_stage, write_json
+from tasks.samplers import SamplerPlace, open_sampler
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +48,16 @@ class Scored:
     decoding: str
     groups: Sequence[Group]
     summary: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Exam:
+    """What every policy is asked, and how."""
+
+    test: Sequence[Problem]
+    params: Params
+    plans: Mapping[str, EvaluationPlan]
+    progress: Progress
 
 
 def body(ctx: StageContext) -> None:
@@ -61,8 +75,9 @@ def body(ctx: StageContext) -> None:
     plans = plans_of(ctx.params)
     scored = []
     with Progress(len(test) * len(plans) * len(POLICIES), "evaluate") as progress:
+        exam = _Exam(test, ctx.params, plans, progress)
         for name, directory in POLICIES.items():
-            scored += _score_policy(name, directory, test, ctx.params, plans, progress)
+            scored += _score_policy(name, directory, exam)
     _write(ctx, test, scored)
 
 
@@ -82,29 +97,26 @@ def plans_of(params: Params) -> Mapping[str, EvaluationPlan]:
     return plans | ({TRAINING_ENV: sampled} if params.env.eval_params else {})
 
 
-def _score_policy(
-    name: str,
-    directory: Path,
-    test: Sequence[Problem],
-    params: Params,
-    plans: Mapping[str, EvaluationPlan],
-    progress: Progress,
-) -> list[Scored]:
+def _score_policy(name: str, directory: Path, exam: _Exam) -> list[Scored]:
+    params = exam.params
     policy = model.load(params.model, directory)
+    torch.nn.Module.to(policy.model, training_device(params.learner))
+    place = SamplerPlace(directory, layout.STATE / "work" / "evaluate", is_vision_frozen=True)
+    with closing(open_sampler(policy, params, place)) as sampler:
+        sampler.update_weights(policy.model.named_parameters(remove_duplicate=False), 0)
+        return _scores(name, policy, sampler, exam)
+
+
+def _scores(name: str, policy: model.Policy, sampler: Sampler, exam: _Exam) -> list[Scored]:
+    params = exam.params
     renderer = Renderer(policy)
-    sampler = HfSampler(
-        policy,
-        renderer,
-        is_vision_frozen=True,
-        vision_cache_mb=params.learner.vision_cache_mb,
-    )
     scored = []
-    for decoding, plan in plans.items():
+    for decoding, plan in exam.plans.items():
         settings = (
             RolloutSettings.of(params) if decoding == TRAINING_ENV else evaluation_settings(params)
         )
         groups = asyncio.run(
-            evaluate(test, sampler, renderer, settings, plan, on_batch=progress.update)
+            evaluate(exam.test, sampler, renderer, settings, plan, on_batch=exam.progress.update)
         )
         summary = summarize(groups, plan)
         scored.append(Scored(name, decoding, groups, summary))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,6 @@ from polyturn.recorder import PICTURES, TRAJECTORIES, MetricsSink, Recorder
 from polyturn.render import Renderer
 from polyturn.run_state import Best
 from polyturn.runtime import set_up_torch, training_device
-from polyturn.sampler.base import Sampler
-from polyturn.sampler.hf import HfSampler
 from polyturn.stop_rules import Stopped
 from polyturn.tracking.gallery import Gallery
 from polyturn.tracking.run import Run
@@ -38,6 +37,7 @@ from polyturn.trajectories import TrajectoryEntry
 from polyturn.types import Problem
 from polyturn.world import ONE, World
 from tasks.context import write_json
+from tasks.samplers import SamplerPlace, open_sampler
 
 CURVE = "train_curve.csv"
 _CANDIDATES = "candidates"
@@ -60,7 +60,7 @@ def train(params: Params, work: Path, sink: MetricsSink, world: World = ONE) -> 
             on_rollout=_audience(sink, params, work),
         )
         parts = _parts(params, recorder, work, world)
-        with parts.checkpoints:
+        with parts.checkpoints, closing(parts.sampler):
             is_resumed = params.train.resume != "never"
             outcome = asyncio.run(grpo.train(parts, params, resume=is_resumed))
     if world.is_main:
@@ -115,8 +115,10 @@ def _parts(params: Params, recorder: Recorder, work: Path, world: World) -> Part
     plain = policy if learner.shares_weights else model.load(params.model, layout.WARMSTART)
     torch.nn.Module.to(plain.model, device)
     dtype = params.train.export_dtype
+    samples_nothing = params.train.debug.mode == "train_only"
+    place = SamplerPlace(layout.WARMSTART, work / "sampler", params.learner.freeze_vision)
     return Parts(
-        sampler=_sampler(plain, params),
+        sampler=NoSampler() if samples_nothing else open_sampler(plain, params, place, world),
         learner=learner,
         renderer=renderer,
         train=[problem for problem in problems if problem.split == "train"],
@@ -128,17 +130,6 @@ def _parts(params: Params, recorder: Recorder, work: Path, world: World) -> Part
         candidates=Candidates(plain, work / _CANDIDATES, world, DTYPES[dtype] if dtype else None),
         world=world,
         stop_request=partial(stop_request.reason, work),
-    )
-
-
-def _sampler(policy: Policy, params: Params) -> Sampler:
-    if params.train.debug.mode == "train_only":
-        return NoSampler()
-    return HfSampler(
-        policy,
-        Renderer(policy),
-        is_vision_frozen=params.learner.freeze_vision,
-        vision_cache_mb=params.learner.vision_cache_mb,
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from polyturn import data, layout, model
 from polyturn.envs.base import load_object, prompt_tools
 from polyturn.params import Params
 from polyturn.progress import Progress
 from polyturn.render import Renderer
-from polyturn.runtime import set_up_torch
+from polyturn.runtime import set_up_torch, training_device
 from polyturn.seeds import derive
 from polyturn.types import Problem
 from polyturn.warmstart import ExampleSource, StepReport, warm_start
@@ -23,6 +25,7 @@ def body(ctx: StageContext) -> None:
     """Train the base model through all phases of the warm start."""
     set_up_torch(ctx.params)
     policy = model.load(ctx.params.model, layout.BASE_MODEL)
+    torch.nn.Module.to(policy.model, training_device(ctx.params.learner))
     problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
     train = [problem for problem in problems if problem.split == "train"]
     phases = ctx.params.warmstart.phases

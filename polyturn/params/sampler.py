@@ -16,6 +16,7 @@ class SglangParams(Section):
     num_servers: PositiveInt = 1  # started here; each takes tensor_parallel GPUs
     tensor_parallel: PositiveInt = 1
     gpu_offset: NonNegativeInt = 0  # first GPU of the servers (1: GPU 0 is the trainer's alone)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the servers' weights and activations
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # --mem-fraction-static
     # --enable-deterministic-inference: replies depend on their seeds alone, at about 30% of the throughput;
     # false is faster, and labels the run as not replayable

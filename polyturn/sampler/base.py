@@ -64,6 +64,10 @@ class Sampler(Protocol):
         """Take over new weights under their Hugging Face names; nothing computed from old ones survives."""
         ...
 
+    def rest(self) -> None:
+        """Nothing is sampled until the next `update_weights`: memory may be given back."""
+        ...
+
     def close(self) -> None:
         """Free what the sampler holds."""
         ...

@@ -240,9 +240,8 @@ def test_seeds_decide_replies_whatever_the_order(host: Host):
 
 def test_memory_is_given_back_and_weights_return(host: Host):
     free = torch.cuda.mem_get_info()[0]
-    host.sampler.release()
+    host.sampler.rest()
     released = torch.cuda.mem_get_info()[0]
-    host.sampler.resume()
     push(host, 4)
     gap = max(host.learner.logprob_gap(turn) for turn in two_turns(host))
     print(f"\nfree GiB {free / 2**30:.1f}, released {released / 2**30:.1f}, gap after {gap:.4f}")

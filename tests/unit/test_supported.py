@@ -11,7 +11,6 @@ from polyturn.supported import check_supported
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("sampler", "backend", "sglang"),
         ("learner", "backend", "megatron"),
     ],
 )
@@ -22,6 +21,11 @@ def test_each_missing_part_is_named_with_its_key(section: str, key: str, value: 
 
 def test_the_defaults_are_supported() -> None:
     check_supported(parse({}))
+
+
+@pytest.mark.parametrize("backend", ["hf", "sglang"])
+def test_both_samplers_are_supported(backend: str) -> None:
+    check_supported(parse({"sampler": {"backend": backend}}))
 
 
 def test_several_processes_are_supported() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from polyturn.model import Policy
+from polyturn.model import DTYPES, Policy
 from polyturn.params import Params, SglangParams
 from polyturn.sampler.sglang.control import Control
 from polyturn.sampler.sglang.fleet import Fleet, Server
@@ -29,6 +29,7 @@ from polyturn.sampler.sglang.weights import (
     engine_hash,
 )
 from polyturn.sampler.sglang.wire import WireSettings
+from polyturn.world import ONE, World
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,16 @@ class Site:
     write_weights: Callable[[Path, Named], None]
 
 
-def sglang_sampler(policy: Policy, params: Params, site: Site) -> SglangSampler:
-    """Servers up and healthy, versions looked at; weights are still those of `site.model`.
+def sglang_sampler(policy: Policy, params: Params, site: Site, world: World = ONE) -> SglangSampler:
+    """Servers up and healthy, versions looked at; weights are still those of `site.model` (collective).
 
     Raises:
         ServerError: a server does not come up.
     """
     chosen = params.sampler.sglang
     family = policy.family
-    servers = (
-        [Server(Control(url.rstrip("/"))) for url in chosen.urls]
-        if chosen.urls
-        else _start_all(params, site)
-    )
-    dtype = getattr(torch, params.model.dtype)
+    servers = _servers(params, site, world)
+    dtype = DTYPES[chosen.dtype]
     fleet = Fleet(
         servers=servers,
         transfer=_transfer(chosen, dtype, site),
@@ -67,6 +64,7 @@ def sglang_sampler(policy: Policy, params: Params, site: Site) -> SglangSampler:
         is_tied=policy.model.config.tie_word_embeddings,
         hash_tensor=engine_hash if chosen.check_weights and chosen.tensor_parallel == 1 else None,
         restart=None if chosen.urls else _Restart(params, site),
+        world=world,
     )
     try:
         fleet.check_versions()
@@ -92,16 +90,30 @@ class _Restart:
         assert server.process is not None
         server.process.close()
         number = int(server.process.log.stem.rpartition("_")[2])
-        server.process = _start(self.params, self.site, number)
+        port = int(server.control.url.rpartition(":")[2])
+        server.process = _start(self.params, self.site, number, port)
         server.process.wait_until_ready(self.params.sampler.sglang.start_timeout_s)
-        server.control = server.process.control
+
+
+def _servers(params: Params, site: Site, world: World) -> list[Server]:
+    """The given servers, or those that rank 0 starts and tells the others of."""
+    urls = [url.rstrip("/") for url in params.sampler.sglang.urls]
+    if urls:
+        return [Server(Control(url)) for url in urls]
+    started: list[Server] = []
+    with world.together():
+        if world.is_main:
+            started = _start_all(params, site)
+    told = world.broadcast([server.control.url for server in started])
+    return started or [Server(Control(url)) for url in told]
 
 
 def _start_all(params: Params, site: Site) -> list[Server]:
     processes: list[ServerProcess] = []
     try:
         processes += [
-            _start(params, site, number) for number in range(params.sampler.sglang.num_servers)
+            _start(params, site, number, free_port())
+            for number in range(params.sampler.sglang.num_servers)
         ]
         for process in processes:
             process.wait_until_ready(params.sampler.sglang.start_timeout_s)
@@ -112,18 +124,17 @@ def _start_all(params: Params, site: Site) -> list[Server]:
     return [Server(process.control, process) for process in processes]
 
 
-def _start(params: Params, site: Site, number: int) -> ServerProcess:
+def _start(params: Params, site: Site, number: int, port: int) -> ServerProcess:
     chosen = params.sampler.sglang
     first = chosen.gpu_offset + number * chosen.tensor_parallel
     log = site.directory / "logs" / f"sglang_{number}.log"
     launch = Launch(
         model=site.model,
-        dtype=params.model.dtype,
+        dtype=chosen.dtype,
         context_length=params.rollout.max_context_tokens + 1,
         gpus=range(first, first + chosen.tensor_parallel),
         log=log,
     )
-    port = free_port()
     return start(command(launch, chosen, seed=params.seed, port=port), port, log)
 
 

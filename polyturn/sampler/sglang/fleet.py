@@ -15,6 +15,7 @@ from polyturn.sampler.sglang import weights
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
 from polyturn.sampler.sglang.process import ServerProcess
 from polyturn.sampler.sglang.weights import Transfer
+from polyturn.world import ONE, World
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class Fleet:
         is_tied: the head is the embedding, so that servers hold one tensor for both.
         hash_tensor: the servers' hash, to compare checksums after a push (tensor parallel 1 only: shards have other
             bytes); None: not compared.
-        restart: start a server anew in a dead one's place; None where servers were given by URL.
+        restart: start a server anew in a dead one's place, at the same address; None where servers were given by URL.
+        world: ranks that all sample from these servers; rank 0 alone starts them, pushes weights and ends them.
     """
 
     servers: Sequence[Server]
@@ -49,6 +51,7 @@ class Fleet:
     is_tied: bool
     hash_tensor: Callable[[Tensor], str] | None
     restart: Callable[[Server], None] | None = None
+    world: World = ONE
     _released: bool = field(default=False)
 
     def pick(self, session: str, attempt: int = 0) -> Server | None:
@@ -72,11 +75,29 @@ class Fleet:
             logger.error("%s is gone; its trajectories go on elsewhere", server.control.url)
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
-        """Push to all servers (the dead are started anew first); returns how many tensors were compared.
+        """Push to all servers (the dead are started anew first); returns how many tensors were compared (collective).
 
         Raises:
             ServerError: see `SglangSampler.update_weights`.
         """
+        failure: Exception | None = None
+        compared = 0
+        if self.world.is_main:
+            try:
+                compared = self._push(tensors, version)
+            except Exception as error:  # raised below, when all ranks have gone through the tensors
+                failure = error
+        for _ in tensors:  # taking the tensors is collective
+            pass
+        with self.world.together():
+            if failure is not None:
+                raise failure
+        for server in self.servers:
+            server.is_alive = True
+        return compared
+
+    def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
+        self.resume()
         self._revive()
         controls = [server.control for server in self.servers if server.is_alive]
         if not controls:
@@ -94,6 +115,8 @@ class Fleet:
 
     def release(self) -> None:
         """Free weights, keys and values of all servers."""
+        if not self.world.is_main:
+            return
         for server in self.servers:
             server.control.flush_cache()
             server.control.call("/release_memory_occupation", {})
@@ -108,7 +131,8 @@ class Fleet:
 
     def close(self) -> None:
         """End what was started here."""
-        self.transfer.close()
+        if self.world.is_main:
+            self.transfer.close()
         for server in self.servers:
             if server.process is not None:
                 server.process.close()

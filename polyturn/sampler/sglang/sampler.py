@@ -84,13 +84,10 @@ class SglangSampler:
         self._version = version
         self.counts.weight_sync_s += time.monotonic() - started
 
-    def release(self) -> None:
-        """Give the GPU's memory back while the trainer works (weights must be pushed after `resume`)."""
-        self.fleet.release()
-
-    def resume(self) -> None:
-        """Take the memory again."""
-        self.fleet.resume()
+    def rest(self) -> None:
+        """Give the GPU's memory back (release_memory) until the next weights arrive."""
+        if self.params.release_memory:
+            self.fleet.release()
 
     def take_counts(self) -> SglangCounts:
         """The counts so far; counting starts again."""

@@ -267,14 +267,16 @@ def test_a_server_that_ignores_seeds_is_found_out(server: FakeServer, tmp_path: 
 
 def test_memory_is_released_and_taken_again_once(server: FakeServer, tmp_path: Path):
     made = sampler(server, directory=tmp_path)
+    made.params = made.params.model_copy(update={"release_memory": True})
     server.calls.clear()
-    made.release()
-    made.resume()
-    made.resume()
+    made.rest()
+    for version in (1, 2):
+        made.update_weights(POLICY.model.named_parameters(remove_duplicate=False), version)
     assert server.calls == [
         "/flush_cache",
         "/release_memory_occupation",
         "/resume_memory_occupation",
+        *["/update_weights_from_disk", "/flush_cache"] * 2,
     ]
 
 
