@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -28,7 +29,10 @@ from polyturn.envs.zoom import (
     region_box,
     tool_call,
 )
-from polyturn.types import ImageRecord, Json, Message, Problem
+from polyturn.params import EnvParams, RolloutParams
+from polyturn.render import Renderer
+from polyturn.rollout import Draw, RolloutSettings, rollout
+from polyturn.types import ImageRecord, Json, Message, Problem, StopReason
 from tests.unit import tiny
 
 PARAMS = {"zoom": 0.5, "persist": 0.3, "guess_min": 2, "guess_max": 6}
@@ -247,6 +251,34 @@ def test_a_narrow_box_is_grown_to_what_the_models_processor_takes() -> None:
     assert (crop.width, crop.height) == (4000, 40)
     _, (crop,), _ = seen(zoom, call('{"box": [3999, 0, 4000, 3000]}'))
     assert (crop.width, crop.height) == (30, 3000)
+
+
+def test_boxes_on_a_picture_of_any_shape_play_through_the_rollout(renderer: Renderer) -> None:
+    """Every crop, however narrow, is rendered and counted as the sampler counts it."""
+    picture = coordinates(250, 120)
+    said = [
+        call('{"bbox_2d": [0, 0, 250, 1]}', "image_zoom_in_tool"),
+        call('{"bbox_2d": [240, 0, 250, 16], "img_idx": 1}', "image_zoom_in_tool"),
+        call('{"bbox_2d": [240, 0, 900, 16]}', "image_zoom_in_tool"),
+        "Answer: \\boxed{12}",
+    ]
+    how = RolloutSettings(
+        EnvParams(
+            build="polyturn.envs.zoom:build_env",
+            params={"tool": "image_zoom_in_tool", "box_unit": "pixels"},
+        ),
+        RolloutParams(
+            max_turns=4, max_turn_tokens=None, max_new_tokens=600, max_context_tokens=4096
+        ),
+        tiny.params().reward,
+    )
+    problem = Problem("p", "train", (Message("user", (picture, "Find x.")),), "12")
+    sampler = tiny.ScriptedSampler(renderer, tiny.saying(*said))
+    (group,) = asyncio.run(rollout([problem], sampler, renderer, how, Draw(1, 1, 1.0)))
+    (trajectory,) = group.trajectories
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ENV_DONE, 1.0)
+    assert [(i.width, i.height) for i in trajectory.images] == [(250, 120), (250, 16), (16, 16)]
+    assert ["error" in turn.info for turn in trajectory.turns] == [False, False, True, False]
 
 
 @given(
