@@ -23,7 +23,8 @@ from polyturn.render import Renderer
 from polyturn.sampler.base import SampleRequest
 from polyturn.schedule import draw_problems
 from polyturn.types import Group, Problem, Status, Trajectory
-from tests.unit import tiny
+from polyturn.world import ONE, World
+from tests.unit import ranks, tiny
 from tests.unit.tiny import Scripted, ScriptedSampler
 
 PROBLEMS = tiny.problems(12)
@@ -76,19 +77,23 @@ def run(
     *,
     step: int = 0,
     script: Script = lambda *_: "box",
-    problems: Sequence[Problem] = PROBLEMS,
+    sampler: ScriptedSampler | None = None,
+    world: World = ONE,
 ) -> Collected:
     """Collect a step's groups with a sampler that says "box", which ends an episode."""
     unused = Path("unused")
+    sampler = sampler or ScriptedSampler(renderer, script)
+    sampler.version = step
     parts = Parts(
-        sampler=ScriptedSampler(renderer, script),
+        sampler=sampler,
         learner=cast("Learner", None),
         renderer=renderer,
-        train=problems,
+        train=PROBLEMS,
         validation=(),
         recorder=Recorder(unused, tiny.Metrics(), Progress(1, "collect")),
         checkpoints=CheckpointWriter(unused, keep=1),
         candidates=Candidates(cast("object", None), unused),  # type: ignore[arg-type]
+        world=world,
     )
     return asyncio.run(collect(parts, chosen, step))
 
@@ -213,6 +218,27 @@ def test_a_budget_that_cannot_give_a_step_is_refused(rules: Mapping[str, object]
         ParamsError, match=r"max_rounds 2 of prompts_per_round \d cannot give the 8 groups"
     ):
         tiny.params(**wanted)
+
+
+def on_rank(world: World) -> tuple[list[list[int]], list[float], int]:
+    """What one rank of several collects, and how many requests its own sampler had."""
+    chosen = params(filters=[NONZERO_STD], max_rounds=6)
+    renderer = Renderer(tiny.qwen3())
+    sampler = ScriptedSampler(renderer, lambda *_: "box")
+    collected = run(renderer, chosen, step=1, sampler=sampler, world=world)
+    rewards = [t.reward or 0.0 for g in collected.sampled for t in g.trajectories]
+    found = [numbers(collected.sampled), numbers(collected.kept)]
+    return found, [*rewards, *collected.metrics.values()], sum(map(len, sampler.requests))
+
+
+def test_two_ranks_sample_one_half_each_and_keep_the_groups_of_one(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    alone = run(renderer, params(filters=[NONZERO_STD], max_rounds=6), step=1)
+    found, values, _ = on_rank(ONE)
+    assert found == [numbers(alone.sampled), numbers(alone.kept)]
+    for rank in ranks.run("tests.unit.test_collect:on_rank", tmp_path):
+        assert rank.outcome == (found, values, len(alone.sampled)), rank.output
 
 
 def aborts(*sessions: str) -> Script:
