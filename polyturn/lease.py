@@ -71,14 +71,6 @@ def hold(path: Path, *, what: str, parent: Process | None, grace_s: float = 30.0
         file.truncate(0)
 
 
-def is_held(path: Path) -> bool:
-    """Whether a process holds the lease file `path` at this moment."""
-    if not path.exists():
-        return False
-    with path.open() as file:
-        return not _lock(file)
-
-
 def _myself(parent: Process | None) -> Holder:
     me = processes.current()
     return Holder(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyturn import layout, lease
+from polyturn import layout, processes
 from polyturn.data.files import atomic_path
 
 _STAGE_DIR = layout.STATE / "work" / "train"
@@ -27,9 +27,13 @@ class Running:
 
 
 def announce(running: Running, root: Path = Path()) -> None:
-    """Say in checkout `root` which run trains there."""
+    """Say in checkout `root` which run this process trains there; the word ends with the process."""
+    content = {
+        "directory": str(running.directory.absolute()),
+        "run_ids": running.run_ids,
+        "process": str(processes.current()),
+    }
     with atomic_path(_pointer(root)) as partial:
-        content = {"directory": str(running.directory.absolute()), "run_ids": running.run_ids}
         partial.write_text(json.dumps(content))
 
 
@@ -69,7 +73,9 @@ def _pointer(root: Path) -> Path:
 
 
 def _running(root: Path) -> Running | None:
-    if not (_pointer(root).is_file() and lease.is_held((root / _STAGE_DIR).with_suffix(".lock"))):
+    if not _pointer(root).is_file():
         return None
     content = json.loads(_pointer(root).read_text())
+    if not processes.parse(content["process"]).is_alive:  # of an earlier run
+        return None
     return Running(Path(content["directory"]), content["run_ids"])

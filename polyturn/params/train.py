@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import model_validator
 
+from polyturn import layout
 from polyturn.params.fields import (
     Fraction,
     NonNegativeFloat,
@@ -50,6 +52,11 @@ class DebugParams(Section):
             raise ValueError(
                 "rollouts names the directory of step files that mode: train_only reads, and is meaningless "
                 f"without, got mode {self.mode!r}, rollouts {self.rollouts!r}"
+            )
+        if self.rollouts and Path(self.rollouts) == layout.TRAJECTORIES:
+            raise ValueError(
+                f"rollouts {self.rollouts} is an output of train, which DVC removes before train starts; copy it "
+                "to another directory"
             )
         return self
 

@@ -14,7 +14,7 @@ import pytest
 from polyturn import grpo, model, trajectories
 from polyturn.learner.base import UpdateStats
 from polyturn.model import Policy
-from polyturn.params import Params
+from polyturn.params import Params, ParamsError, parse
 from polyturn.types import TrainingSample
 from tests.unit.loop import (
     Run,
@@ -88,6 +88,22 @@ def test_saved_rollouts_that_do_not_fit_are_named(
     )
     with pytest.raises(ValueError, match=r"train\.debug\.rollouts: .*" + message):
         alone.train()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mode": "train_only"}, r"rollouts names the directory .* got mode 'train_only'"),
+        ({"rollouts": "saved"}, r"rollouts names the directory .* got mode 'off'"),
+        (
+            {"mode": "train_only", "rollouts": "artifacts/trajectories/"},
+            r".* which DVC removes before train starts; copy it",
+        ),
+    ],
+)
+def test_debug_keys_that_cannot_work_are_refused(keys: dict[str, str], message: str) -> None:
+    with pytest.raises(ParamsError, match=r"train\.debug: " + message):
+        parse({"train": {"debug": keys}})
 
 
 def test_rollouts_alone_leave_the_weights_as_they_are(

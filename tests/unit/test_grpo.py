@@ -210,6 +210,32 @@ def test_every_update_sees_its_part_of_the_samples_once(
     assert run_updates(parts, params, 1, []) == []
 
 
+def test_every_update_of_a_rollout_compares_with_the_learner_before_the_first(
+    policy: Policy, params: Params, tmp_path: Path
+) -> None:
+    """learner.old_logprobs: learner; each update gets the arrays of its own samples."""
+    learner = params.learner.model_copy(update={"old_logprobs": "learner"})
+    run = Run(tmp_path, params.model_copy(update={"learner": learner}), policy)
+    parts = run.parts()
+    samples = [tiny.training_sample(parts.renderer, 3, seed=seed) for seed in range(4)]
+    before = parts.learner.logprobs(samples)
+    real, given = parts.learner.update, []
+
+    def update(chosen: Sequence[TrainingSample], **how: object) -> UpdateStats:
+        given.append((chosen, how["old_logprobs"]))
+        return real(chosen, **how)  # type: ignore[arg-type]
+
+    parts.learner.update = update  # type: ignore[method-assign, assignment]
+    run_updates(parts, run.params, 1, samples)
+    assert [len(chosen) for chosen, _ in given] == [2, 2]
+    for chosen, old in given:
+        for sample, own in zip(chosen, old, strict=True):
+            (index,) = [i for i, other in enumerate(samples) if other is sample]
+            assert np.array_equal(own, before[index])
+    now = parts.learner.logprobs(samples)
+    assert not any(np.array_equal(*pair) for pair in zip(before, now, strict=True))
+
+
 def test_one_update_per_rollout_is_on_policy(
     policy: Policy, params: Params, tmp_path: Path
 ) -> None:

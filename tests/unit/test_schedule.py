@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyturn.params import LearnerParams
-from polyturn.schedule import draw_problems, lr_scale
+from polyturn.schedule import draw_more, draw_problems, lr_scale
 from polyturn.types import Problem
 from tests.unit import tiny
 
@@ -60,3 +60,17 @@ def test_a_step_may_span_two_epochs() -> None:
 def test_too_few_problems_are_named_with_their_key() -> None:
     with pytest.raises(ValueError, match=r"rollout.prompts_per_step is 4, but only 3 training"):
         draw_problems(rows(3), 4, seed=0, step=0)
+
+
+def test_refills_are_of_problems_that_the_step_has_not_drawn() -> None:
+    """At most as many as are left; another step, round or seed has another order."""
+    problems = rows(10)
+
+    def drawn(*path: int, count: int = 4) -> list[str]:
+        seed, step, number = path
+        more = draw_more(problems, count, drawn={"0", "1", "2"}, path=(seed, step, number))
+        return [problem.id for problem in more]
+
+    assert drawn(0, 0, 1) == drawn(0, 0, 1)
+    assert len({tuple(drawn(*path)) for path in ((0, 0, 1), (0, 1, 1), (0, 0, 2), (1, 0, 1))}) == 4
+    assert sorted(drawn(0, 0, 1, count=20)) == [str(number) for number in range(3, 10)]
