@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch.distributed.elastic.agent.server import api as agent_api
+from torch.distributed.elastic.multiprocessing import api as processes_api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -63,7 +65,8 @@ def run_ranks(chosen: LearnerParams, work: Path, run_id: str) -> None:
         max_restarts=0,
         monitor_interval=_MONITOR_S,
     )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # told below, once
+    for module in (agent_api, processes_api):
+        logging.getLogger(module.__name__).setLevel(logging.CRITICAL)  # told below, once
     launcher = str(processes.current())
     try:
         elastic_launch(config, sys.executable)("-m", _MODULE, str(work), run_id, launcher)
