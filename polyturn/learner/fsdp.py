@@ -117,6 +117,7 @@ class FsdpLearner:
         Raises:
             NonFiniteError: loss, a metric of it or gradients are not finite, on every rank; weights are as before.
         """
+        self._require_weights()
         lengths = torch.tensor([int(is_scored(sample).sum()) for sample in samples])
         weights = token_weights(lengths, self.loss).tolist()
         learning_rate = self.params.lr * lr_scale
@@ -181,6 +182,7 @@ class FsdpLearner:
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """The present policy's logprobs of the trained tokens of each sample, [T] and 0 elsewhere (collective)."""
+        self._require_weights()
         mine: dict[int, Logprobs] = {}
         for share in self._splitter.shares(samples, [0.0] * len(samples)):
             scored = self._scorer.logprobs(share.batch, with_tower=share.with_tower).cpu().numpy()
@@ -204,6 +206,7 @@ class FsdpLearner:
 
         Where `shares_weights`, they are the live storage.
         """
+        self._require_weights()
         has_adapters = self.params.lora is not None
         return exported(self._names, lora.merge_factors(self.policy.model) if has_adapters else {})
 
@@ -232,6 +235,9 @@ class FsdpLearner:
         self._host.give_back()
         return time.monotonic() - started
 
+    def _require_weights(self) -> None:
+        assert not self._host.is_away, "the learner is offloaded: onload() first"
+
     # -- state ------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
@@ -240,6 +246,7 @@ class FsdpLearner:
         Raises:
             OSError: a file cannot be written.
         """
+        self._require_weights()
         self._state.write(self._state.tensors(), directory)
 
     def snapshot(self) -> Callable[[Path], None]:
@@ -247,6 +254,7 @@ class FsdpLearner:
 
         It may run in a background thread, on every rank, one at a time.
         """
+        self._require_weights()
         tensors = self._state.on_host()
         return lambda directory: self._state.write(tensors, directory)
 
@@ -256,6 +264,7 @@ class FsdpLearner:
         Raises:
             StateError: it is the state of another model or of other learner params.
         """
+        self._require_weights()
         self._state.read(directory)
 
     def _saved(self) -> dict[str, torch.nn.Parameter]:

@@ -33,6 +33,7 @@ class HostCopy:
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Copy to the host and free the tensors' memory; they must not be used until `give_back`."""
+        assert not self._away, "what was taken has not been given back"
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             storage = local(tensor.detach()).untyped_storage()

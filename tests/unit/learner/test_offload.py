@@ -52,3 +52,20 @@ def test_on_cpu_it_warns_once_and_does_nothing(
     assert learner.offload() == learner.onload() == 0.0
     assert all(p.untyped_storage().nbytes() for p in learner.parameters.values())
     assert len(caplog.records) == 1
+
+
+def test_an_offloaded_learner_refuses_to_work(policy: Policy, renderer: Renderer) -> None:
+    """Reading memory that is not there would give anything."""
+    learner = learner_of(policy)
+    learner._host.take(learner.parameters.values())
+    chosen = samples(renderer)
+    for use in (
+        lambda: update(learner, chosen),
+        lambda: learner.logprobs(chosen),
+        learner.export_weights,
+        learner.snapshot,
+    ):
+        with pytest.raises(AssertionError, match=r"onload\(\) first"):
+            use()
+    assert learner.onload() > 0
+    assert update(learner, chosen).num_tokens == 81
