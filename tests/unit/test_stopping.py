@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from polyturn import checkpoint, grpo, model, trajectories
+from flows import summary
+from polyturn import checkpoint, grpo, layout, model, trajectories
 from polyturn.model import Policy
 from polyturn.params import Params
+from polyturn.report import details
+from polyturn.report.data import read_run
 from polyturn.stop_rules import Stopped
 from tests.unit.loop import (
     Killed,
@@ -128,3 +132,15 @@ def test_a_step_none_of_whose_groups_is_kept_takes_no_update(
     assert metrics["rollout/dynamic_filter/is_exhausted"] == 1
     assert metrics["rollout/raw_reward"] > 0, "the reward is that of all groups that were sampled"
     assert model.weights_digest(run.own.model) == model.weights_digest(policy.model)
+
+
+def test_an_early_end_is_in_the_summary_and_in_the_report(tmp_path: Path) -> None:
+    path = tmp_path / layout.TRAIN_RUN
+    path.parent.mkdir()
+    early = {"stopped_at": 12, "stop_reason": "plateau: 3 validation scores in a row"}
+    for content, shown in (({}, []), (early, ["after 12 steps, " + early["stop_reason"]])):
+        path.write_text(json.dumps({"run_id": "a" * 32, **content}))
+        name = "training ended early"
+        assert [row.value for row in summary.read(tmp_path) if row.what == name] == shown
+        facts = details.versions_of(read_run(tmp_path))
+        assert [fact.value for fact in facts if fact.name == name] == shown
