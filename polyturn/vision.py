@@ -129,6 +129,11 @@ class TowerInTraining:
         self._is_collective = is_collective
         self._is_frozen = False
 
+    @property
+    def patch_cost(self) -> float:
+        """What a patch costs in tokens where micro-batches are balanced; nothing where features are kept."""
+        return 0.0 if self._is_frozen else patch_cost(self._policy)
+
     def freeze(self, is_frozen: bool) -> None:
         """Take the tower out of training, or back in."""
         self._is_frozen = is_frozen

@@ -243,7 +243,12 @@ class _Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         num_tokens = max(1, sum(int(sample.loss_mask.sum()) for sample in samples))
         loss, nats = 0.0, _AnswerNats()
-        for indices in micro_batches(samples, self.renderer, self._params.micro_batch_tokens):
+        for indices in micro_batches(
+            samples,
+            self.renderer,
+            self._params.micro_batch_tokens,
+            patch_cost=self._tower.patch_cost,
+        ):
             chosen = [samples[index] for index in indices]
             with lowered_by(
                 "training", {"warmstart.micro_batch_tokens": self._params.micro_batch_tokens}
