@@ -20,8 +20,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(path)
-    finally:
+    except BaseException:
         partial.unlink(missing_ok=True)
+        raise
 
 
 def publish(built: Path, out: Path) -> None:
