@@ -139,7 +139,7 @@ def with_template(policy: Policy, template: str) -> Renderer:
 def test_replies_that_a_template_rewrites_are_counted_and_no_difference(
     policy: Policy, template: str, texts: tuple[str, ...], num_rewritten: int
 ) -> None:
-    """What was sampled is trained on, whatever the template makes of thoughts later (verl #6854)."""
+    """What was sampled is trained on, whatever the template makes of thoughts later (TOK-05, verl #6854)."""
     renderer = with_template(policy, template)
     problem = Problem("p", "train", (Message("user", ("Find x.",)),), "12")
     env = Scenes(Message("user", ("No.",)), Message("user", ("Again.",)), None)

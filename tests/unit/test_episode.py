@@ -109,7 +109,7 @@ def test_worked_example_of_a_masked_trajectory(policy: Policy) -> None:
 
 
 def test_sampled_ids_stay_verbatim_where_the_tokenizer_would_merge(renderer: Renderer) -> None:
-    """Ids that are not the canonical ones of their text are neither merged nor split (sglang #26555)."""
+    """Ids that are not the canonical ones of their text are neither merged nor split (TOK-01, sglang #26555)."""
     text = "Answer"
     pieces = tuple(token for letter in text for token in renderer.encode(letter))
     assert len(renderer.encode(text)) < len(pieces)
@@ -137,7 +137,7 @@ def test_an_engine_with_another_prompt_length_fails_the_trajectory(
 
 
 def test_every_request_carries_all_pictures_so_far(renderer: Renderer) -> None:
-    """A picture in the first message only, then one that the environment adds (slime #1803, #1847)."""
+    """A picture in the first message only, then one that the environment adds (TOK-04, slime #1847)."""
     crop = tiny.picture(32, 32, 9)
     env = Scenes("no picture", Observation("crop", (crop,)), None)
     trajectory, sampler = run(renderer, env, tiny.saying("a", "b", "c"))
@@ -180,7 +180,7 @@ def test_trajectory_of_canonical_replies_equals_the_whole_conversation(
 
 
 def test_an_end_token_that_the_engine_left_out_is_added_untrained(renderer: Renderer) -> None:
-    """Sampled end tokens are trained, added ones are not, and a cut reply gets none (torchtune #2967)."""
+    """Sampled end tokens are trained, added ones are not, and a cut reply gets none (TOK-22, torchtune #2967)."""
     end = renderer.family.end_of_turn_id
     ids = renderer.encode("stopped by a string")
     trajectory, sampler = run(
@@ -283,7 +283,7 @@ def test_last_turn_is_stepped_and_its_observation_neither_kept_nor_rendered(
 
 
 def test_reply_cut_at_its_length_truncates_and_is_not_stepped(renderer: Renderer) -> None:
-    """The second reply ends with finish_reason length (OpenRLHF #1327)."""
+    """The second reply ends with finish_reason length (TOK-20, OpenRLHF #1327)."""
     env = Scenes("one", None)
     script = tiny.saying("a", Scripted(renderer.encode("b b b"), "length"))
     trajectory, _ = run(renderer, env, script)

@@ -51,7 +51,7 @@ def put_together(
 def test_appended_turns_equal_the_whole_conversation(
     policy: Policy, renderer: Renderer, template: str | None, system: bool, tools: bool
 ) -> None:
-    """Pictures in turns 1 and 2, with and without system prompt and tools (verl #6501, slime #1476)."""
+    """Pictures in turns 1 and 2, with and without system prompt and tools (TOK-07 verl #6501, TOK-09 slime #1476)."""
     used = with_template(policy, template) if template else renderer
     prompt = [SYSTEM, QUESTION] if system else [QUESTION]
     turns = [
@@ -155,7 +155,7 @@ def test_custom_system_prompt_leaves_observations_whole(policy: Policy) -> None:
 
 
 def test_template_that_strips_thoughts_still_appends(policy: Policy) -> None:
-    """Rendering again would drop the first reply's thought; appending never does (verl #6854)."""
+    """Rendering again would drop the first reply's thought; appending never does (TOK-05, verl #6854)."""
     renderer = with_template(policy, templates.STRIPS_THINKING)
     question, thought = Message("user", ("Find x.",)), Message("assistant", ("<think>a</think>b",))
     ours = put_together(renderer, [question], [thought, Message("user", ("No.",)), thought], False)

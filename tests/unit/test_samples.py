@@ -32,7 +32,7 @@ def trajectory(mask: list[int], sibling: int = 0) -> Trajectory:
 
 
 def test_a_mask_with_a_gap_keeps_both_spans() -> None:
-    """0*5, 1*3, 0*4, 1*2: five trained tokens of a response of nine (slime #1563)."""
+    """0*5, 1*3, 0*4, 1*2: five trained tokens of a response of nine (TOK-11, slime #1563)."""
     mask = [0] * 5 + [1] * 3 + [0] * 4 + [1] * 2
     sample = from_trajectory(trajectory(mask), 0.5)
     assert np.flatnonzero(sample.loss_mask).tolist() == [5, 6, 7, 12, 13]
