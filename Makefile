@@ -20,7 +20,7 @@ FLOW_ARGS = $(if $(RECIPE)$(SET),--worktree) $(if $(RECIPE),--recipe $(RECIPE)) 
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ray test-full check format deps geo3k-smoke services services-stop clean
+.PHONY: help setup demo test test-ray test-full check format deps geo3k-smoke gpu-payload services services-stop clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -63,6 +63,9 @@ deps: $(READY) ## rewrite the code deps of dvc.yaml from the imports
 geo3k-smoke: $(READY) ## the same pipeline on real Geometry3K, a few steps, in a worktree of its own (DATA=directory)
 	@test -n '$(DATA)' || { echo "geo3k-smoke needs DATA=DIRECTORY with problems.jsonl and images/"; exit 2; }
 	@$(BIN)/python scripts/geo3k_smoke.py '$(DATA)'
+
+gpu-payload: $(READY) ## archives for a GPU host without internet (OUT=directory; docs/gpu.md)
+	@$(BIN)/python scripts/gpu_payload.py '$(or $(OUT),.polyturn/gpu-payload)'
 
 services: $(READY) ## Prefect server and worker in the background, deployments registered
 	@$(BIN)/python scripts/services.py start --port $(PORT)

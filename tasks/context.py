@@ -187,3 +187,4 @@ def log_to(path: Path, *, console: int = logging.INFO) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[shown, file], force=True)
     for package in ("polyturn", "tasks", "plugins"):
         logging.getLogger(package).setLevel(logging.DEBUG)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request

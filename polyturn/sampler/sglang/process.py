@@ -21,6 +21,7 @@ from polyturn.sampler.sglang.control import Control, ServerError
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_LAST_PORT = 65_535 - 10_000  # the server's gRPC port is 10000 above its HTTP port
 _GRACE_S = 10.0  # between SIGTERM and SIGKILL
 _LOG_TAIL = 2000  # characters of the log in an error
 # The server keeps the ids that it is sent (else it decodes and tokenizes again), and keeps no picture embeddings
@@ -149,7 +150,10 @@ def start(argv: Sequence[str], port: int, log: Path) -> ServerProcess:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on now, low enough for the further ones that the server counts up from it."""
+    while True:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = int(listener.getsockname()[1])
+        if port <= _LAST_PORT:
+            return port

@@ -302,6 +302,10 @@ def test_versions_outside_of_the_tested_range_are_told(version: str):
     assert "outside of the tested range" in (check_version(version) or "")
 
 
+def test_a_port_leaves_room_for_the_ports_that_the_server_derives_from_it():
+    assert all(1024 < process.free_port() <= 55_535 for _ in range(40))
+
+
 SERVER = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
