@@ -40,7 +40,10 @@ from tasks.context import write_json
 from tasks.samplers import SamplerPlace, open_sampler
 
 CURVE = "train_curve.csv"
+CHECKPOINTS = "checkpoints"
+JOURNAL = "journal.jsonl"
 _CANDIDATES = "candidates"
+RESUMED = (_CANDIDATES, TRAJECTORIES)  # what a checkpoint needs beside itself
 _OUTCOME = "outcome.json"
 
 
@@ -50,7 +53,7 @@ def train(params: Params, work: Path, sink: MetricsSink, world: World = ONE) -> 
     choose_kernels(params)
     (work / _OUTCOME).unlink(missing_ok=True)
     with Progress(params.train.steps, "train", is_shown=world.is_main) as progress:
-        journal = Journal(work / "journal.jsonl") if world.is_main else Journal(None)
+        journal = Journal(work / JOURNAL) if world.is_main else Journal(None)
         recorder = Recorder(
             work,
             sink,
@@ -113,7 +116,8 @@ def _parts(params: Params, recorder: Recorder, work: Path, world: World) -> Part
     )
     # Sharded modules cannot generate, as ranks call them unequally often: the sampler gets plain ones of its own.
     plain = policy if learner.shares_weights else model.load(params.model, layout.WARMSTART)
-    torch.nn.Module.to(plain.model, device)
+    if params.sampler.backend == "hf":  # servers have weights of their own
+        torch.nn.Module.to(plain.model, device)
     dtype = params.train.export_dtype
     samples_nothing = params.train.debug.mode == "train_only"
     place = SamplerPlace(layout.WARMSTART, work / "sampler", params.learner.freeze_vision)
@@ -125,7 +129,7 @@ def _parts(params: Params, recorder: Recorder, work: Path, world: World) -> Part
         validation=[problem for problem in problems if problem.split == "validation"],
         recorder=recorder,
         checkpoints=CheckpointWriter(
-            work / "checkpoints", keep=params.train.keep_checkpoints, world=world
+            work / CHECKPOINTS, keep=params.train.keep_checkpoints, world=world
         ),
         candidates=Candidates(plain, work / _CANDIDATES, world, DTYPES[dtype] if dtype else None),
         world=world,
