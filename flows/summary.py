@@ -12,7 +12,7 @@ from typing import cast
 from polyturn import layout
 from tasks.stage import StageReport
 
-_SCORES = {"sampled": "sampled", "greedy": "greedy", "training_env": "env as in training"}
+_SCORES = {"sampled": "sampled", "greedy": "greedy", "training_env": "training's environment"}
 _NUM_ENDS = 5  # steps of the reward curve that make its beginning and its end
 
 

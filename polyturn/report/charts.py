@@ -13,6 +13,9 @@ Numbers = Sequence[float | None]
 _TICK_STEPS = (1, 2, 5, 10)
 
 
+_CHARACTER = 7  # pixels across, of a bar's label
+
+
 @dataclass(frozen=True)
 class Line:
     """A curve over steps; None leaves a gap. `low` and `high` draw a band; `tone` is a CSS colour class."""
@@ -113,7 +116,8 @@ def line_chart(
 
 def bar_chart(bars: Sequence[Bar], *, width: int, title: str) -> Markup:
     """Horizontal bars from 0 to 1 with whiskers for the intervals."""
-    row, left, right, top = 46, 190, 64, 8
+    row, right, top = 46, 64, 8
+    left = max(190, 20 + _CHARACTER * max((len(bar.label) for bar in bars), default=0))
     height = top + row * len(bars) + 26
     span = width - left - right
     parts: list[str] = []

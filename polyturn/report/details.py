@@ -12,7 +12,7 @@ NAMES: Mapping[str, str] = {"warmstart": "warm start", "policy": "after training
 MODE_NAMES: Mapping[str, str] = {  # of how replies are drawn, and in which environment
     "sampled": "sampled",
     "greedy": "greedy",
-    "training_env": "sampled, environment as in training",
+    "training_env": "training's environment",
 }
 
 _COLUMNS: Mapping[str, str] = {  # of the score table: key of metrics.json -> heading

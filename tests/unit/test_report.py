@@ -182,14 +182,14 @@ def test_scores_without_feedback_stand_beside_those_of_trainings_environment(
     (root / layout.METRICS).write_text(json.dumps(metrics))
     page = write_report(root).read_text()
     assert "Validation changes the environment of the rewards: oracle: false." in page
-    assert page.count("after training, sampled, environment as in training") >= 2, "bar and row"
+    assert page.count("after training, training&#39;s environment") >= 2, "bar and row"
     assert "87.7%" in page
     rows = {row.what: row.value for row in summary.read(root)}
-    assert rows["accuracy, env as in training"].startswith("0.311 [")
+    assert rows["accuracy, training's environment"].startswith("0.311 [")
 
 
 def test_runs_with_one_environment_say_nothing_of_another(page: str):
-    assert "environment as in training" not in page
+    assert "training&#39;s environment" not in page
     assert "Validation changes" not in page
 
 
