@@ -66,8 +66,14 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def states(directory: Path) -> list[Mapping[str, Json]]:
-    """The states of all kept checkpoints, oldest first."""
-    return [json.loads((path / MARKER).read_text())["state"] for path in _paths(directory)]
+    """The states of all kept checkpoints whose marker can be read, oldest first."""
+    found: list[Mapping[str, Json]] = []
+    for path in _paths(directory):
+        try:
+            found.append(json.loads((path / MARKER).read_text())["state"])
+        except (OSError, ValueError, KeyError):  # `latest` tells when it comes to it
+            continue
+    return found
 
 
 def latest(directory: Path) -> tuple[Path, Mapping[str, Json]] | None:

@@ -119,6 +119,13 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     assert newest(tmp_path) == 1_000_000
 
 
+def test_states_are_those_of_readable_markers(tmp_path: Path) -> None:
+    save(tmp_path, 2, 5, 6, keep=3)
+    (tmp_path / "step_000002" / checkpoint.MARKER).unlink()
+    (tmp_path / "step_000005" / checkpoint.MARKER).write_text("{")
+    assert checkpoint.states(tmp_path) == [{"step": 6}]
+
+
 def test_a_damaged_one_does_not_push_a_good_one_out(tmp_path: Path) -> None:
     save(tmp_path, 2, 5, keep=2)
     (tmp_path / "step_000005" / "weights").write_text("changed")
