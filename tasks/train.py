@@ -15,7 +15,7 @@ from polyturn.recorder import PICTURES
 from polyturn.tracking.gallery import log_step_files
 from polyturn.trajectory_times import times_directory
 from polyturn.work_key import work_key
-from tasks import ranks, training
+from tasks import continuation, ranks, training
 from tasks.context import PARENT_RUN, StageContext, run_stage, write_json
 
 _log = logging.getLogger(__name__)
@@ -32,6 +32,9 @@ def body(ctx: StageContext) -> None:
         if params.train.resume == "never":
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
+        ctx.run.set_tags({continuation.WORK_TAG: work.absolute()})
+        if params.train.resume not in ("auto", "never"):
+            continuation.adopt(ctx, work)
         run_ids = [ctx.run.run_id, *filter(None, [os.environ.get(PARENT_RUN)])]
         stop_request.announce(stop_request.Running(work, run_ids))
         if params.learner.num_processes == 1:
@@ -59,9 +62,6 @@ def _work_dir(ctx: StageContext) -> Path:
             f"train.work_uri must be a path, local or on a shared disk, in this version, got {root}; mount the "
             "bucket, or leave it empty to work below the checkout"
         )
-    resume = ctx.params.train.resume
-    if resume not in ("auto", "never"):
-        raise ValueError(f"train.resume must be auto or never in this version, got {resume!r}")
     return (Path(root) if root else ctx.work_dir) / work_key("train", ctx.params)
 
 

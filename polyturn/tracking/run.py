@@ -52,6 +52,11 @@ class Run:
         """The run's page on the server; for SQLite the part behind `#` goes after the address of `mlflow ui`."""
         return f"{self.store.addresses.uri}/#/experiments/{self.store.experiment_id}/runs/{self.run_id}"
 
+    def tags(self) -> dict[str, str]:
+        """The run's tags."""
+        with self._speaking():
+            return dict(self._client.get_run(self.run_id).data.tags)
+
     def log_params(self, params: Mapping[str, object] | BaseModel) -> None:
         """Log parameters; nested ones by dotted name, lists as JSON."""
         tree = params.model_dump(mode="json") if isinstance(params, BaseModel) else params

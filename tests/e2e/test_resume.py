@@ -272,6 +272,30 @@ def test_a_full_disk_is_one_error_and_costs_no_checkpoint(
     assert outputs(project, tmp_path).weights == undisturbed.weights
 
 
+def test_a_named_run_goes_on_under_other_code(
+    project: ToyProject, undisturbed: Outputs, tmp_path: Path
+) -> None:
+    """Its checkpoints are taken over, and both runs say so."""
+    start_and_kill(project, after_checkpoint=3)
+    run_id = json.loads((project.path / ".polyturn/work/train.json").read_text())["run_ids"][0]
+    code = project.path / "polyturn" / "advantage.py"
+    text = code.read_text()
+    code.write_text(text + "# other code\n")
+    try:
+        change(project, train={"resume": run_id})
+        result = project.stage("train")
+        assert result.returncode == 0, result.stdout
+        assert f"train.resume: goes on from run {run_id} of commit" in result.stdout
+        assert "step_00000" in result.stdout  # which checkpoint
+        assert outputs(project, tmp_path).weights == undisturbed.weights
+        change(project, train={"resume": "0" * 32})
+        result = project.stage("train")
+        assert result.returncode == 2
+        assert "train.resume must be auto, never or a run's id" in result.stdout
+    finally:
+        code.write_text(text)
+
+
 def test_work_on_a_shared_path_is_leased_and_removed_at_the_end(
     project: ToyProject, undisturbed: Outputs, tmp_path: Path
 ) -> None:
