@@ -45,14 +45,14 @@ def params_of(estimator: str, *, normalize_std: bool = True) -> LossParams:
 def test_grpo_22_one_right_of_four_with_and_without_the_deviation(
     normalize_std: bool, scale: float, sign: float
 ) -> None:
-    """The sample deviation of 1, 0, 0, 0 is 0.5 (tinker-cookbook #579); negated and scaled rewards likewise."""
+    """GRPO-22: The sample deviation of 1, 0, 0, 0 is 0.5 (tinker-cookbook #579); negated and scaled rewards likewise."""
     found = group_advantages([sign, 0.0, 0.0, 0.0], normalize_std=normalize_std)
     factor = math.copysign(1, sign) * scale if normalize_std else sign
     assert found == pytest.approx([0.75 * factor] + [-0.25 * factor] * 3)
 
 
 def test_grpo_01_uneven_groups_are_centred_on_their_own_means() -> None:
-    """Groups of four, two and three; a mean over all would give the second +0.444 (slime #1414)."""
+    """GRPO-01: Groups of four, two and three; a mean over all would give the second +0.444 (slime #1414)."""
     batch = outcomes([0.0, 1.0, 1.0, 0.0], [1.0, 1.0], [0.0, 0.0, 1.0])
     found = advantages(batch, CENTRED)
     assert found == pytest.approx([-0.5, 0.5, 0.5, -0.5, 0.0, 0.0, -1 / 3, -1 / 3, 2 / 3])
@@ -69,7 +69,7 @@ def test_grpo_01_groups_may_come_in_any_order_and_mixed() -> None:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_grpo_04_a_rollout_of_several_samples_counts_once(estimator: str) -> None:
-    """Three segments of reward 1 and one of 0: the baseline is 0.5, not 0.75 (miles #2378)."""
+    """GRPO-04: Three segments of reward 1 and one of 0: the baseline is 0.5, not 0.75 (miles #2378)."""
     split = [Outcome(5, 0, 1.0)] * 3 + [Outcome(5, 1, 0.0)]
     if estimator == "grpo":
         assert advantages(split, CENTRED) == [0.5, 0.5, 0.5, -0.5]
@@ -105,7 +105,7 @@ def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
 def test_grpo_05_equal_rewards_give_exactly_zero(
     number: int, reward: float, dtype: type, estimator: str
 ) -> None:
-    """float32 residue over a deviation that is residue too would be 0.7 (NeMo-RL #4161); also beside other groups."""
+    """GRPO-05: float32 residue over a deviation that is residue too would be 0.7 (NeMo-RL #4161); also beside other groups."""
     equal: list[float | None] = [float(dtype(reward))] * number
     found = advantages(outcomes(equal, [1.0, 0.0], equal), params_of(estimator))
     assert found[:number] == [0.0] * number
@@ -137,7 +137,7 @@ def test_grpo_05_one_outlier_stays_bounded() -> None:
 
 
 def test_grpo_08_a_group_does_not_depend_on_other_groups() -> None:
-    """[1, 1, 1, 0] and [0, 0, 0, 1]: each sums to 0, with or without the other (grpo-flat #2)."""
+    """GRPO-08: [1, 1, 1, 0] and [0, 0, 0, 1]: each sums to 0, with or without the other (grpo-flat #2)."""
     for params in (params_of("grpo"), CENTRED, params_of("rloo"), params_of("rloo")):
         both = known(advantages(outcomes([1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]), params))
         assert sum(both[:4]) == pytest.approx(0.0, abs=1e-12)

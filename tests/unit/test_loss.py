@@ -52,7 +52,7 @@ def sequences(*rows: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def test_grpo_19_ratios_are_clipped_per_token_not_per_sequence() -> None:
-    """Ratios 1.1, 0.8 and 1.4, of which the last becomes 1.2; their product is 1.232 (hands-on-modern-rl #75)."""
+    """GRPO-19: Ratios 1.1, 0.8 and 1.4, of which the last becomes 1.2; their product is 1.232 (hands-on-modern-rl #75)."""
     old = torch.tensor([0.6, 0.5, 0.25]).log()
     new = torch.tensor([0.66, 0.40, 0.35]).log()
     terms = loss_of(new, old, torch.ones(3), LossParams(clip_low=0.2, clip_high=0.2))
@@ -182,7 +182,7 @@ def test_tok_15_one_fully_masked_sample_changes_nothing(params: LossParams) -> N
 
 
 def test_grpo_18_empty_replies_are_not_counted() -> None:
-    """Lengths 0, 5, 7: the denominator is 12 (Relax #205)."""
+    """GRPO-18: Lengths 0, 5, 7: the denominator is 12 (Relax #205)."""
     lengths = torch.tensor([0, 5, 7])
     assert token_weights(lengths, LossParams()).tolist() == [1 / 12] * 3
     by_sequence = token_weights(lengths, LossParams(aggregation="sequence_mean"))

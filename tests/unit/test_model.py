@@ -69,7 +69,7 @@ def test_a_full_disk_keeps_what_was_there(policy: Policy, tmp_path: Path) -> Non
 
 
 def test_an_untied_head_survives_saving(tmp_path: Path) -> None:
-    """It is neither tied on the way nor copied over (sglang #18024)."""
+    """CKPT-03: it is neither tied on the way nor copied over (sglang #18024)."""
     untied = tiny.qwen3(tiny.SMALL.model_copy(update={"tie_embeddings": False}))
     model.save(untied, tmp_path / "saved")
     loaded = model.load(ModelParams(), tmp_path / "saved").model
@@ -79,7 +79,7 @@ def test_an_untied_head_survives_saving(tmp_path: Path) -> None:
 
 
 def test_a_missing_head_is_named_and_never_made_up(tmp_path: Path) -> None:
-    """A directory that says untied and has no head (Qwen3-VL-Embedding #89)."""
+    """CKPT-05: a directory that says untied and has no head (Qwen3-VL-Embedding #89)."""
     untied = tiny.qwen3(tiny.SMALL.model_copy(update={"tie_embeddings": False}))
     model.save(untied, tmp_path / "saved")
     path = tmp_path / "saved" / "model.safetensors"
