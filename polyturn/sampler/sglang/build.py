@@ -135,7 +135,9 @@ def _start(params: Params, site: Site, number: int, port: int) -> ServerProcess:
         gpus=range(first, first + chosen.tensor_parallel),
         log=log,
     )
-    return start(command(launch, chosen, seed=params.seed, port=port), port, log)
+    # Servers that do not take requests' seeds would give siblings on two of them equal replies.
+    seed = params.seed + number
+    return start(command(launch, chosen, seed=seed, port=port), port, log)
 
 
 def _transfer(chosen: SglangParams, dtype: torch.dtype, site: Site) -> Transfer:

@@ -54,9 +54,13 @@ class Fleet:
     world: World = ONE
     _released: bool = field(default=False)
 
+    @property
+    def _living(self) -> list[Server]:
+        return [server for server in self.servers if server.is_alive]
+
     def pick(self, session: str, attempt: int = 0) -> Server | None:
         """The server of a trajectory: always the same while it lives, the next living one on later attempts."""
-        living = [server for server in self.servers if server.is_alive]
+        living = self._living
         if not living:
             return None
         if attempt == 0:
@@ -92,14 +96,16 @@ class Fleet:
         with self.world.together():
             if failure is not None:
                 raise failure
-        for server in self.servers:
-            server.is_alive = True
+        living = self.world.broadcast([server.is_alive for server in self.servers])
+        for server, is_alive in zip(self.servers, living, strict=True):
+            server.is_alive = is_alive
         return compared
 
     def _push(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> int:
+        self._notice_ends()
         self.resume()
         self._revive()
-        controls = [server.control for server in self.servers if server.is_alive]
+        controls = [server.control for server in self._living]
         if not controls:
             raise ServerError("no SGLang server is left to take weights")
         sums: dict[str, str] = {}
@@ -114,18 +120,19 @@ class Fleet:
         return weights.check_checksums(sums, controls) if self.hash_tensor else 0
 
     def release(self) -> None:
-        """Free weights, keys and values of all servers."""
-        if not self.world.is_main:
-            return
-        for server in self.servers:
-            server.control.flush_cache()
-            server.control.call("/release_memory_occupation", {})
-        self._released = True
+        """Free weights, keys and values of all servers, before any rank needs their memory (collective)."""
+        with self.world.together():
+            if self.world.is_main:
+                self._notice_ends()
+                for server in self._living:
+                    server.control.flush_cache()
+                    server.control.call("/release_memory_occupation", {})
+                self._released = True
 
     def resume(self) -> None:
         """Allocate them again; contents are undefined until weights are pushed."""
         if self._released:
-            for server in self.servers:
+            for server in self._living:
                 server.control.call("/resume_memory_occupation", {})
         self._released = False
 
@@ -144,12 +151,23 @@ class Fleet:
             if told is not None:
                 logger.warning("%s: %s", server.control.url, told)
 
-    def _revive(self) -> None:
+    def _notice_ends(self) -> None:
+        """A server that ended while only another rank had asked it, or nobody."""
         for server in self.servers:
-            if not server.is_alive and self.restart is not None:
-                logger.warning("starting %s anew", server.control.url)
-                self.restart(server)
-                server.is_alive = True
+            if server.process is not None and not server.process.is_running:
+                server.is_alive = False
+
+    def _revive(self) -> None:
+        """Start the dead anew; one that was given by URL may have come back by itself."""
+        for server in self.servers:
+            if server.is_alive:
+                continue
+            if self.restart is None:
+                server.is_alive = server.control.is_healthy(_LOOK_S)
+                continue
+            logger.warning("starting %s anew", server.control.url)
+            self.restart(server)
+            server.is_alive = True
 
     def _recorded(
         self, tensors: Iterator[tuple[str, Tensor]], sums: dict[str, str]

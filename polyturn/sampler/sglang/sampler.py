@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -63,6 +64,8 @@ class SglangSampler:
     _uris: wire.PictureUris = field(default_factory=wire.PictureUris)
     _version: int = -1
     _wires: Wires | None = None
+    # Of this sampler alone: a server that was given by URL may know pictures from another run's tower.
+    _key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Reply]:
         """Sample one reply per request, in the order of the requests, all in flight together.
@@ -96,10 +99,12 @@ class SglangSampler:
 
     def close(self) -> None:
         """End servers that polyturn started."""
-        if self._wires is not None:
-            self._wires.close()
-            self._wires = None
-        self.fleet.close()
+        wires, self._wires = self._wires, None
+        try:
+            if wires is not None:
+                wires.close()
+        finally:
+            self.fleet.close()
 
     # -- one reply --------------------------------------------------------------------------------------------
 
@@ -136,15 +141,15 @@ class SglangSampler:
 
     async def _post(self, server: Server, request: SampleRequest) -> Mapping[str, object]:
         rid = uuid.uuid4().hex  # of one length: /abort_request takes prefixes
-        tower = 0 if self.is_vision_frozen else self._version
+        tower = self._key if self.is_vision_frozen else f"{self._key}/{self._version}"
         content = wire.body(request, self.settings, self._uris, rid=rid, tower=tower)
         url = f"{server.control.url}/generate"
         try:
             async with self._open().session.post(url, json=content) as response:
-                answer = await response.json(content_type=None)
+                text = await response.text(errors="replace")
                 if response.status != 200:
-                    raise ServerError(f"HTTP {response.status}: {str(answer)[:300]}")
-                return cast("Mapping[str, object]", answer)
+                    raise ServerError(f"HTTP {response.status}: {text[:300]}")
+                return _parsed(text)
         except (TimeoutError, asyncio.CancelledError):
             await asyncio.shield(self._abort(server, rid))
             raise
@@ -192,3 +197,14 @@ class SglangSampler:
                 "8 replies with 8 seeds are the same: the server does not honour sampling_seed; start it with "
                 "--enable-deterministic-inference, or set sampler.sglang.deterministic to false"
             )
+
+
+def _parsed(text: str) -> Mapping[str, object]:
+    """An answer's JSON object; anything else is a fault of the server."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ServerError(f"HTTP 200 with an answer that is no JSON object: {text[:300]!r}")
+    return cast("Mapping[str, object]", answer)

@@ -62,12 +62,12 @@ class WireSettings:
 
 
 def body(
-    request: SampleRequest, settings: WireSettings, uris: PictureUris, *, rid: str, tower: int
+    request: SampleRequest, settings: WireSettings, uris: PictureUris, *, rid: str, tower: str
 ) -> dict[str, object]:
     """The JSON body of /generate for one reply.
 
     `rid` names the request for /abort_request, which takes any rid that starts with the one given: all must be of
-    one length. `tower` is the version of the vision tower's weights: it goes into the keys of the server's cache
+    one length. `tower` names the vision tower's weights: it goes into the keys of the server's cache
     of picture embeddings, which neither a flush nor a weight update clears.
     """
     sampling: dict[str, object] = {
@@ -95,7 +95,7 @@ def body(
     return content
 
 
-def _embedding_key(image: ImageRecord, tower: int) -> str:
+def _embedding_key(image: ImageRecord, tower: str) -> str:
     return hashlib.sha256(f"{image.sha256}/{tower}".encode()).hexdigest()
 
 
@@ -111,9 +111,10 @@ def reply(answer: Mapping[str, object], *, version: int) -> Reply:
         scored = cast("Sequence[tuple[float, int, object]]", meta["output_token_logprobs"])
         finish = cast("Mapping[str, object]", meta["finish_reason"])
         prompt_length = cast("int", meta["prompt_tokens"])
+        scored_ids = tuple(int(item[1]) for item in scored)
+        logprobs = tuple(float(item[0]) for item in scored)
     except (KeyError, TypeError) as error:
         raise WireError(f"the answer lacks {error}; it has {sorted(answer)}") from None
-    scored_ids = tuple(int(item[1]) for item in scored)
     if scored_ids != ids:
         raise WireError(
             f"{len(ids)} output ids and {len(scored_ids)} ids with logprobs differ (first at "
@@ -124,7 +125,7 @@ def reply(answer: Mapping[str, object], *, version: int) -> Reply:
         raise WireError(f"weights of version {answered} answered, version {version} was pushed")
     return Reply(
         token_ids=ids,
-        logprobs=tuple(float(item[0]) for item in scored),
+        logprobs=logprobs,
         finish_reason=_finish_reason(finish),
         prompt_length=prompt_length,
         weight_version=version,

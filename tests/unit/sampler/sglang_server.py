@@ -107,6 +107,10 @@ class FakeServer:
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "500":
             return web.json_response({"error": "out of memory"}, status=500)
+        if fault == "500 in plain text":
+            return web.Response(text="Internal Server Error", status=500)
+        if fault == "null":
+            return web.Response(text="null")
         if fault == "disconnect":
             assert request.transport is not None
             request.transport.close()

@@ -126,16 +126,22 @@ def test_image_tokens_are_banned_and_siblings_have_seeds_of_their_own(
 def test_embedding_keys_change_with_a_trained_tower_only(server: FakeServer, tmp_path: Path):
     """The server's cache of picture embeddings survives weight updates."""
     trained = sampler(server, directory=tmp_path)
+    seen: list[str] = []
     for is_frozen, num_keys in ((False, 2), (True, 1)):
         trained.is_vision_frozen = is_frozen
         server.bodies.clear()
         for version in (1, 2):
             trained.update_weights(POLICY.model.named_parameters(remove_duplicate=False), version)
             ask(trained, request())
-        assert len({body["mm_hashes"][0] for body in server.bodies}) == num_keys
+        keys = {body["mm_hashes"][0] for body in server.bodies}
+        assert len(keys) == num_keys
+        seen += keys
+    server.bodies.clear()
+    ask(sampler(server, directory=tmp_path), request())
+    assert server.bodies[0]["mm_hashes"][0] not in seen, "of another run's tower"
 
 
-@pytest.mark.parametrize("fault", ["500", "disconnect"])
+@pytest.mark.parametrize("fault", ["500", "500 in plain text", "null", "disconnect"])
 def test_a_failed_request_is_tried_again(fault: str, server: FakeServer, tmp_path: Path):
     made = sampler(server, directory=tmp_path)
     server.faults = [fault]
@@ -210,6 +216,41 @@ def test_trajectories_stay_on_their_server_and_move_when_it_is_gone(tmp_path: Pa
         assert all(reply.finish_reason in ("stop", "length") for reply in replies)
         assert [server.is_alive for server in made.fleet.servers] == [False, True]
         assert len(first.bodies) == 2 * on_first
+
+
+def test_a_server_that_was_away_samples_again_once_it_has_the_new_weights(tmp_path: Path):
+    with (
+        serving(FakeServer(tiny.copy_of(POLICY))) as first,
+        serving(FakeServer(tiny.copy_of(POLICY))) as second,
+    ):
+        made = sampler(first, second, directory=tmp_path)
+        away, here = made.fleet.servers
+        away.is_alive, away.control = False, Control("http://127.0.0.1:9")
+        for version, control, is_alive in ((1, away.control, False), (2, Control(first.url), True)):
+            away.control = control
+            made.update_weights(POLICY.model.named_parameters(remove_duplicate=False), version)
+            assert (away.is_alive, here.is_alive) == (is_alive, True)
+        assert (first.version, second.version) == ("2", "2")
+
+
+def test_a_server_that_has_ended_is_not_asked_for_its_memory_but_started_anew(
+    server: FakeServer, tmp_path: Path
+):
+    made = sampler(server, directory=tmp_path)
+    ended = process.start([sys.executable, "-c", ""], 9, tmp_path / "log")
+    ended.popen.wait()
+    dead = Server(Control("http://127.0.0.1:9"), ended)
+    made.fleet.servers = [*made.fleet.servers, dead]
+
+    def restart(gone: Server) -> None:
+        gone.process, gone.control = None, Control(server.url)
+
+    made.fleet.restart = restart
+    made.params = made.params.model_copy(update={"release_memory": True})
+    made.rest()
+    assert not dead.is_alive
+    made.update_weights(POLICY.model.named_parameters(remove_duplicate=False), 1)
+    assert dead.is_alive
 
 
 def test_new_weights_are_named_flushed_and_compared(server: FakeServer, tmp_path: Path):
