@@ -13,7 +13,14 @@ from polyturn.metrics import Metrics
 from polyturn.params import Params
 from polyturn.params.train import DynamicSamplingParams
 from polyturn.parts import Parts
-from polyturn.rollout import Attempt, Draw, RolloutSettings, attempts_of, rollout_attempts
+from polyturn.rollout import (
+    Attempt,
+    Draw,
+    RolloutSettings,
+    attempts_of,
+    check_budgets,
+    rollout_attempts,
+)
 from polyturn.saved_rollouts import saved_groups
 from polyturn.schedule import draw_more, draw_problems
 from polyturn.seeds import derive
@@ -113,7 +120,11 @@ def _draw(
 async def sample(
     attempts: Sequence[Attempt], parts: Parts, params: Params, step: int
 ) -> list[Group]:
-    """Try the problems of a round, each on the rank that owns its group; all groups by index, on every rank."""
+    """Try the problems of a round, each on the rank that owns its group; all groups by index, on every rank.
+
+    Raises:
+        FailureBudgetError, RewardFailureError: too many trajectories of all ranks failed.
+    """
     weights_stay = params.train.debug.mode == "rollout_only"
     draw = Draw(
         derive(params.seed, "rollout", step),
@@ -121,9 +132,10 @@ async def sample(
         params.rollout.temperature,
         policy_version=None if weights_stay else step,
     )
+    settings = RolloutSettings.of(params)
     owned = [attempt for attempt in attempts if parts.world.owns(attempt.group_index)]
     with parts.world.together():
-        groups = await rollout_attempts(
-            owned, parts.sampler, parts.renderer, RolloutSettings.of(params), draw
-        )
-    return parts.world.gather(groups)
+        own = await rollout_attempts(owned, parts.sampler, parts.renderer, settings, draw)
+    groups = parts.world.gather(own)
+    check_budgets(groups, settings)
+    return groups

@@ -156,20 +156,18 @@ def score(trajectory: Trajectory, problem: Problem, params: RewardParams) -> Rew
     return Reward(total, values, tuple(failures))
 
 
-def check_failures(rewards: Sequence[Reward], params: RewardParams) -> float:
-    """The fraction of rewards with a failed term, to be logged as `rollout/grader_failures`.
+def check_failures(failures: Sequence[Sequence[str]], params: RewardParams) -> None:
+    """Refuse rewards of which too many have a failed term; `failures` are each reward's.
 
     Raises:
         RewardFailureError: it is above reward.max_failure_fraction; the message holds the first cause.
     """
-    causes = [reward.failures[0] for reward in rewards if reward.failures]
-    fraction = len(causes) / len(rewards) if rewards else 0.0
-    if fraction > params.max_failure_fraction:
+    causes = [own[0] for own in failures if own]
+    if causes and len(causes) / len(failures) > params.max_failure_fraction:
         raise RewardFailureError(
-            f"reward.max_failure_fraction is {params.max_failure_fraction}, but {len(causes)} of {len(rewards)} "
+            f"reward.max_failure_fraction is {params.max_failure_fraction}, but {len(causes)} of {len(failures)} "
             f"trajectories could not be graded; the first cause: {causes[0]}"
         )
-    return fraction
 
 
 @dataclass(frozen=True)

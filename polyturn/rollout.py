@@ -72,8 +72,15 @@ async def rollout(
     settings: RolloutSettings,
     draw: Draw,
 ) -> list[Group]:
-    """Try every problem `draw.group_size` times and grade the tries; group i is that of problem i."""
-    return await rollout_attempts(attempts_of(problems), sampler, renderer, settings, draw)
+    """Try every problem `draw.group_size` times and grade the tries; group i is that of problem i.
+
+    Raises:
+        FailureBudgetError, RewardFailureError: see `check_budgets`.
+        ComparisonError: see `rollout_attempts`.
+    """
+    groups = await rollout_attempts(attempts_of(problems), sampler, renderer, settings, draw)
+    check_budgets(groups, settings)
+    return groups
 
 
 async def rollout_attempts(
@@ -90,9 +97,9 @@ async def rollout_attempts(
     that their environment failed are tried again, up to env.retries times, after the others have ended: these do
     not change by it.
 
+    Budgets of failures are of all groups of a step, which a rank may have a part of: see `check_budgets`.
+
     Raises:
-        FailureBudgetError: more trajectories failed than env.max_failure_fraction.
-        RewardFailureError: more gradings failed than reward.max_failure_fraction.
         ComparisonError: a compared trajectory is not the conversation that the chat template renders.
     """
     shared = EpisodeSettings(
@@ -116,7 +123,6 @@ async def rollout_attempts(
             episodes[place] = episodes[place].again()
         await _play([episodes[place] for place in failed], sampler, settings.rollout)
     finished = [_finish(episode, settings.rollout.compare_fraction) for episode in episodes]
-    _check_failures(finished, settings.env.max_failure_fraction)
     graded = _grade(finished, settings.reward)
     size = draw.group_size
     return [
@@ -190,13 +196,24 @@ def _memory_keys(rollout: RolloutParams) -> dict[str, object]:
     }
 
 
-def _check_failures(trajectories: Sequence[Trajectory], max_fraction: float) -> None:
+def check_budgets(groups: Sequence[Group], settings: RolloutSettings) -> None:
+    """Refuse groups of which too many trajectories failed, or too many could not be graded.
+
+    Raises:
+        FailureBudgetError: more trajectories failed than env.max_failure_fraction.
+        RewardFailureError: more gradings failed than reward.max_failure_fraction.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    max_fraction = settings.env.max_failure_fraction
     failed = [t for t in trajectories if t.status is Status.FAILED]
     if len(failed) > max_fraction * len(trajectories):
         raise FailureBudgetError(
             f"env.max_failure_fraction is {max_fraction}, but {len(failed)} of {len(trajectories)} trajectories "
             f"failed; the first: {failed[0].stop_reason}: {failed[0].error}"
         )
+    check_failures(
+        [t.reward_failures for t in trajectories if t.reward is not None], settings.reward
+    )
 
 
 def _grade(trajectories: Sequence[Trajectory], params: RewardParams) -> list[Trajectory]:
@@ -206,7 +223,6 @@ def _grade(trajectories: Sequence[Trajectory], params: RewardParams) -> list[Tra
         for index, trajectory in enumerate(trajectories)
         if trajectory.status.is_rewarded
     }
-    check_failures(list(rewards.values()), params)
     return [
         _with_reward(trajectory, rewards[index]) if index in rewards else trajectory
         for index, trajectory in enumerate(trajectories)

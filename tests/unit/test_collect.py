@@ -221,7 +221,17 @@ def test_a_budget_that_cannot_give_a_step_is_refused(rules: Mapping[str, object]
 
 
 def on_rank(world: World) -> tuple[list[list[int]], list[float], int]:
-    """What one rank of several collects, and how many requests its own sampler had."""
+    """What one rank of several collects, and how many requests its own sampler had.
+
+    One of a rank's two trajectories fails, which is a quarter of the step's and within its budget.
+    """
+    env = params().env.model_copy(update={"max_failure_fraction": 0.25})
+    run(
+        Renderer(tiny.qwen3()),
+        params().model_copy(update={"env": env}),
+        script=lambda r, _: Scripted((1,), "error") if r.session == "0/0" else "box",
+        world=world,
+    )
     chosen = params(filters=[NONZERO_STD], max_rounds=6)
     renderer = Renderer(tiny.qwen3())
     sampler = ScriptedSampler(renderer, lambda *_: "box")

@@ -177,10 +177,10 @@ def test_a_grader_failure_is_recorded_with_its_cause() -> None:
 
 
 def test_too_many_failures_stop_the_step_with_the_cause() -> None:
-    good, bad = Reward(1.0, {}), Reward(0.0, {}, ("correctness: GraderError: slow",))
+    good, bad = (), ("correctness: GraderError: slow",)
     section = params(("polyturn.reward:correctness", 1.0), max_failure_fraction=0.25)
-    assert check_failures([good, good, good, bad], section) == 0.25
-    assert check_failures([], section) == 0.0
+    check_failures([good, good, good, bad], section)
+    check_failures([], section)
     with pytest.raises(
         RewardFailureError,
         match=r"max_failure_fraction is 0\.25, but 2 of 4 .*cause: correctness: GraderError: slow",
