@@ -60,7 +60,7 @@ async def check(
     the same size; then each problem is played once, and pads are counted against features at every turn.
 
     Raises:
-        BlindModelError: the change is below rollout.blind_min_change, or pads and features differ.
+        BlindModelError: the change is below rollout.blind_min_change, a reply failed, or pads and features differ.
     """
     limits = settings.rollout
     chosen = [problem for problem in problems if problem.images][: limits.blind_problems]
@@ -106,6 +106,9 @@ async def _changes(
         whites = tuple(blank(image) for image in prompt.images)
         requests += [seen, replace(seen, session=f"blind/{index}/blank", images=whites)]
     replies = await sampler.generate(requests)
+    for reply in replies:
+        if reply.finish_reason in ("error", "abort"):
+            raise BlindModelError(f"the probe of the policy's sight has no reply: {reply.error}")
     return [change(*pair) for pair in zip(replies[::2], replies[1::2], strict=True)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,10 @@ class NoSampler:
 
     def rest(self) -> None:
         """Nothing to give back."""
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Nothing was sampled."""
+        return {}
 
     def close(self) -> None:
         """Hold nothing."""

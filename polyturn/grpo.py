@@ -65,8 +65,7 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
         parts.recorder.enters("rollout", step)
         clock.note("perf/offload_time", parts.learner.offload())
         groups = await collect(parts, params, step)
-        parts.sampler.rest()
-        clock.note("perf/onload_time", parts.learner.onload())
+        clock.note("perf/onload_time", _hand_over(parts, params))
         clock.lap("perf/rollout_time")
         advantages = advantages_of(groups.kept, params.loss)
         metrics |= rollout_metrics(groups.sampled, seed=step) | groups.metrics
@@ -76,6 +75,7 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
             parts.sampler.update_weights(parts.learner.export_weights(), step + 1)
         parts.recorder.rollout(step, groups.kept, advantages)
         times = clock.times | env_times(trajectories_of(groups.sampled))
+        times |= parts.sampler.take_metrics()
         parts.recorder.step(step, metrics, times)
         step += 1
         if step % params.train.checkpoint_every == 0:
@@ -93,6 +93,13 @@ async def _check_sight(parts: Parts, params: Params) -> None:
         seed = derive(params.seed, "blind")
         with parts.world.together():
             await blind.check(parts.train, parts.sampler, parts.renderer, settings, seed=seed)
+
+
+def _hand_over(parts: Parts, params: Params) -> float:
+    """The GPU goes from the sampler to the learner; seconds of learner.onload."""
+    if params.train.debug.mode != "rollout_only":  # there no new weights come, and these sample on
+        parts.sampler.rest()
+    return parts.learner.onload()
 
 
 def _stop(parts: Parts, params: Params, step: int, hours: float) -> Stopped | None:

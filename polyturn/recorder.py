@@ -157,6 +157,8 @@ class Recorder:
     def dump(self, step: int, samples: Sequence[TrainingSample], reason: str) -> Path:
         """Write the samples of a step that went wrong, for a look at them."""
         path = self.directory / f"nonfinite_step_{step:06d}.jsonl"
+        if not self.is_main:
+            return path
         lines = [json.dumps({"reason": reason, **sample_entry(sample)}) for sample in samples]
         path.write_text("\n".join(lines) + "\n")
         return path

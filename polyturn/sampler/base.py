@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -66,6 +66,10 @@ class Sampler(Protocol):
 
     def rest(self) -> None:
         """Nothing is sampled until the next `update_weights`: memory may be given back."""
+        ...
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """What sampling took since the last call (perf/..., since it depends on timing; collective)."""
         ...
 
     def close(self) -> None:

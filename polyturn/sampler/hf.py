@@ -7,7 +7,7 @@ only the tokens that the cache does not hold yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,6 +144,10 @@ class HfSampler:
 
     def rest(self) -> None:
         """Nothing is given back: keys and values are freed with the next weights."""
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Nothing that the loop does not time itself."""
+        return {}
 
     def close(self) -> None:
         """Forget cached keys, values and features."""

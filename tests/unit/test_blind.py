@@ -18,11 +18,12 @@ from polyturn.model import Policy
 from polyturn.params import EnvParams, RolloutParams
 from polyturn.render import Renderer
 from polyturn.rollout import RolloutSettings
-from polyturn.sampler.base import Reply, SampleRequest
+from polyturn.sampler.base import Reply, Sampler, SampleRequest
 from polyturn.sampler.hf import HfSampler
 from polyturn.types import ImageRecord, Message, Problem
 from tests.unit import tiny
 from tests.unit.sampler.test_hf import steered
+from tests.unit.tiny import Scripted, ScriptedSampler
 
 PROBLEMS = tiny.problems(3)
 
@@ -39,7 +40,7 @@ def settings(**rollout: object) -> RolloutSettings:
 def probe(
     policy: Policy,
     using: RolloutSettings | None = None,
-    sampler: HfSampler | None = None,
+    sampler: Sampler | None = None,
     problems: tuple[Problem, ...] = PROBLEMS,
 ) -> BlindReport | None:
     renderer = Renderer(policy)
@@ -100,6 +101,13 @@ def test_an_engine_that_drops_the_pictures_is_blind(policy: Policy) -> None:
     """TOK-03: the picture never reaches the vision encoder (slime #1803)."""
     with pytest.raises(BlindModelError, match="do pictures reach the sampler"):
         probe(policy, sampler=DropsPictures(policy, Renderer(policy)))
+
+
+def test_an_engine_without_an_answer_is_not_called_blind(policy: Policy) -> None:
+    renderer = Renderer(policy)
+    gone = ScriptedSampler(renderer, lambda *_: Scripted((), "error", error="http://a: HTTP 500"))
+    with pytest.raises(BlindModelError, match="no reply: http://a: HTTP 500"):
+        probe(policy, sampler=gone)
 
 
 def test_the_threshold_is_a_param(policy: Policy) -> None:

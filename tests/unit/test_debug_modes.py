@@ -122,6 +122,23 @@ def test_rollouts_alone_leave_the_weights_as_they_are(
         assert {r["policy_version"] for r in records} == {0}
 
 
+@pytest.mark.parametrize(("mode", "rests"), [("off", 4), ("rollout_only", 0)])
+def test_a_sampler_rests_only_if_new_weights_wake_it(
+    policy: Policy, params: Params, tmp_path: Path, mode: str, rests: int
+) -> None:
+    """What sampling took goes where times go: to the sink, and not into the history."""
+    run = Run(tmp_path, changed(params, debug={"mode": mode}), policy)
+    parts = run.parts()
+    seen: list[None] = []
+    parts.sampler.rest = lambda: seen.append(None)  # type: ignore[method-assign]
+    parts.sampler.take_metrics = lambda: {"perf/sampler_retries": 3.0}  # type: ignore[method-assign]
+    with run.checkpoints:
+        asyncio.run(grpo.train(parts, run.params, resume=False))
+    assert len(seen) == rests
+    assert not any("perf/sampler_retries" in metrics for metrics in run.recorder.history)
+    assert [m.get("perf/sampler_retries") for _, m in run.sink.steps[:4]] == [3.0] * 4
+
+
 def test_a_step_s_batch_is_written_as_the_learner_gets_it(
     policy: Policy, params: Params, tmp_path: Path
 ) -> None:

@@ -217,6 +217,9 @@ class ScriptedSampler:
     def rest(self) -> None:
         pass
 
+    def take_metrics(self) -> Mapping[str, float]:
+        return {}
+
     def close(self) -> None:
         pass
 

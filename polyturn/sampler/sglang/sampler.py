@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import cast
 
 import aiohttp
@@ -43,12 +43,19 @@ class SglangCounts:
     def metrics(self) -> dict[str, float]:
         """The counts as metrics; the hit rate is that of prompt tokens."""
         return {
-            "rollout/prefix_cache_hit_rate": self.cached_tokens / max(1, self.prompt_tokens),
-            "rollout/sampler_retries": float(self.retries),
-            "rollout/sampler_failures": float(self.failures),
+            "perf/prefix_cache_hit_rate": self.cached_tokens / max(1, self.prompt_tokens),
+            "perf/sampler_retries": float(self.retries),
+            "perf/sampler_failures": float(self.failures),
             "perf/update_weights_time": self.weight_sync_s,
-            "rollout/weights_compared": float(self.tensors_compared),
+            "perf/weights_compared": float(self.tensors_compared),
         }
+
+
+def added(counts: Sequence[SglangCounts]) -> SglangCounts:
+    """The counts of all ranks together; they push weights at the same time."""
+    columns = zip(*map(astuple, counts), strict=True)
+    sync_s = max(one.weight_sync_s for one in counts)
+    return replace(SglangCounts(*map(sum, columns)), weight_sync_s=sync_s)
 
 
 @dataclass
@@ -93,9 +100,13 @@ class SglangSampler:
             self.fleet.release()
 
     def take_counts(self) -> SglangCounts:
-        """The counts so far; counting starts again."""
+        """This rank's counts so far; counting starts again."""
         counts, self.counts = self.counts, SglangCounts()
         return counts
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """The counts of all ranks as metrics; counting starts again (collective)."""
+        return added(self.fleet.world.all_gather(self.take_counts())).metrics()
 
     def close(self) -> None:
         """End servers that polyturn started."""

@@ -25,7 +25,12 @@ from polyturn.sampler.hf import HfSampler
 from polyturn.sampler.sglang import process, wire
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
 from polyturn.sampler.sglang.fleet import Fleet, Server
-from polyturn.sampler.sglang.sampler import IdenticalSiblingsError, SglangSampler
+from polyturn.sampler.sglang.sampler import (
+    IdenticalSiblingsError,
+    SglangCounts,
+    SglangSampler,
+    added,
+)
 from polyturn.sampler.sglang.weights import Checksums, DiskTransfer, Named, buckets
 from polyturn.types import Message, StopReason, Trajectory
 from tests.unit import tiny
@@ -139,6 +144,19 @@ def test_embedding_keys_change_with_a_trained_tower_only(server: FakeServer, tmp
     server.bodies.clear()
     ask(sampler(server, directory=tmp_path), request())
     assert server.bodies[0]["mm_hashes"][0] not in seen, "of another run's tower"
+
+
+def test_counts_of_all_ranks_become_metrics_once(server: FakeServer, tmp_path: Path):
+    made = sampler(server, directory=tmp_path)
+    server.faults = ["500"]
+    ask(made, request())
+    metrics = made.take_metrics()
+    assert metrics["perf/sampler_retries"] == 1
+    assert metrics["perf/weights_compared"] > 0
+    assert not any(made.take_metrics().values())
+    whole = added([SglangCounts(8, 6, 1, 0, 2.0, 5), SglangCounts(8, 2, 2, 1, 3.0, 0)])
+    assert whole == SglangCounts(16, 8, 3, 1, 3.0, 5)
+    assert whole.metrics()["perf/prefix_cache_hit_rate"] == 0.5
 
 
 @pytest.mark.parametrize("fault", ["500", "500 in plain text", "null", "disconnect"])
