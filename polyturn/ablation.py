@@ -7,15 +7,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from PIL import Image
-
+from polyturn.blind import blank
 from polyturn.envs.base import (
     Env,
     EnvContext,
     ToolSchema,
     build,
     first_message,
-    image_record,
     load_object,
     observation_message,
     reset_of,
@@ -84,7 +82,7 @@ def build_blanked(
 
 def blanked(message: Message) -> Message:
     """The message with each picture replaced by a white one of its size."""
-    content = tuple(_white(p) if isinstance(p, ImageRecord) else p for p in message.content)
+    content = tuple(blank(p) if isinstance(p, ImageRecord) else p for p in message.content)
     return replace(message, content=content)
 
 
@@ -107,17 +105,15 @@ async def ablate(
     for used in (settings, replace(settings, env=blind)):
         groups = await evaluate(problems, sampler, renderer, used, plan, on_batch)
         sides.append([_share(group) for group in groups])
-    seen, blank = (bootstrap_interval(side, plan.bootstrap_samples, plan.seed) for side in sides)
+    seen, blanked_out = (
+        bootstrap_interval(side, plan.bootstrap_samples, plan.seed) for side in sides
+    )
     difference = paired_difference(sides[1], sides[0], plan.bootstrap_samples, plan.seed)
-    return Ablation(len(problems), seen, blank, difference)
+    return Ablation(len(problems), seen, blanked_out, difference)
 
 
 def _share(group: Group) -> float:
     return sum(is_correct(t) for t in group.trajectories) / len(group.trajectories)
-
-
-def _white(picture: ImageRecord) -> ImageRecord:
-    return image_record(Image.new("RGB", (picture.width, picture.height), "white"))
 
 
 def _then(answer: object, finish: Callable[[object], object]) -> object:

@@ -14,3 +14,13 @@ def check_supported(chosen: Params) -> None:
     for key, value, known in (("learner.backend", chosen.learner.backend, "fsdp"),):
         if value != known:
             raise ParamsError(f"{key}: {value} is not in this version of polyturn; use {known}")
+    learner = chosen.learner
+    # What FsdpLearner.shares_weights comes to.
+    is_shared = (
+        learner.num_processes == 1 and learner.precision == "float32" and learner.lora is None
+    )
+    if learner.offload and chosen.sampler.backend == "hf" and is_shared and learner.device != "cpu":
+        raise ParamsError(
+            "learner.offload: true moves away the very weights that sampler.backend: hf samples with, as both share "
+            "them in one process in float32 without lora; set it to false"
+        )

@@ -14,13 +14,21 @@ from polyturn import layout
 from polyturn.params import Params
 from polyturn.params_tree import read_tree
 
-# Keys that change when or where something is written, how far a run goes or how work is spread, but not what a step
-# computes (but for rounding).
+# Keys that change when or where something is written, how far a run goes, when it gives up or how work is spread, but
+# not what a step computes (but for rounding).
 _NOT_IN_KEY = {
     "train": (
         "steps", "checkpoint_every", "keep_checkpoints", "resume", "work_uri", "stop", "max_logprob_gap",
     ),
     "learner": ("num_processes", "reshard_after_forward", "offload"),
+    "loss": ("start_tolerance",),
+    "env": ("max_failure_fraction",),
+    "reward": ("max_failure_fraction",),
+    "rollout": ("blind_problems", "blind_min_change"),
+    "sampler.sglang": (
+        "urls", "num_servers", "gpu_offset", "memory_fraction", "weight_update", "bucket_mb", "release_memory",
+        "check_weights", "start_timeout_s", "request_timeout_s", "retries", "max_concurrency",
+    ),
 }  # fmt: skip
 _PACKAGES = (
     "torch",
@@ -43,16 +51,7 @@ def work_key(stage: str, params: Params) -> str:
     """
     declared = cast("dict[str, dict[str, list[str]]]", read_tree(layout.DVC_YAML)["stages"])[stage]
     tree = params.model_dump(mode="json")
-    sections = {
-        name: {
-            key: value
-            for key, value in _section(tree[name]).items()
-            if key not in _NOT_IN_KEY.get(name, ())
-        }
-        if isinstance(tree[name], dict)
-        else tree[name]
-        for name in declared["params"]
-    }
+    sections = {name: _of_key(tree[name], name) for name in declared["params"]}
     digest = hashlib.sha256(json.dumps(sections, sort_keys=True).encode())
     digest.update(f"python {platform.python_version()}\n".encode())
     for package in _PACKAGES:
@@ -62,8 +61,13 @@ def work_key(stage: str, params: Params) -> str:
     return digest.hexdigest()[:16]
 
 
-def _section(value: object) -> dict[str, object]:
-    return cast("dict[str, object]", value)
+def _of_key(value: object, path: str) -> object:
+    """What of a params value, at its dotted path, is in the key."""
+    if not isinstance(value, dict):
+        return value
+    section = cast("dict[str, object]", value)
+    kept = section.keys() - _NOT_IN_KEY.get(path, ())
+    return {key: _of_key(section[key], f"{path}.{key}") for key in kept}
 
 
 def _files(dep: Path) -> Iterator[Path]:

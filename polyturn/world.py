@@ -156,13 +156,17 @@ def is_rank() -> bool:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
-    """The world that torchrun's environment describes; one process where there is none."""
+def joined(*, with_gpu: bool = True) -> Iterator[World]:
+    """The world that torchrun's environment describes; one process where there is none.
+
+    `with_gpu`: each rank takes the GPU of its local number, where the host has GPUs.
+    """
     if not is_rank():
         yield ONE
         return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
+    has_gpu = with_gpu and torch.cuda.is_available()
+    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    if has_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=_PATIENCE)
     try:

@@ -142,7 +142,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def _train(work: Path, run_id: str, launcher: Process) -> None:
     loaded: Params = params.load(layout.PARAMS)
     with ExitStack() as stack:
-        here = stack.enter_context(world.joined())
+        here = stack.enter_context(world.joined(with_gpu=loaded.learner.device != "cpu"))
         sink: MetricsSink = _Nowhere()
         if here.is_main:
             # The launcher's lease ends with it; this one does when its ranks have stopped to write.

@@ -19,6 +19,28 @@ def test_each_missing_part_is_named_with_its_key(section: str, key: str, value: 
         check_supported(parse({section: {key: value}}))
 
 
+@pytest.mark.parametrize(
+    ("learner", "backend", "is_refused"),
+    [
+        ({}, "hf", True),
+        ({"precision": "bfloat16"}, "hf", False),
+        ({"lora": {}}, "hf", False),
+        ({"num_processes": 2}, "hf", False),
+        ({"device": "cpu"}, "hf", False),  # nothing is moved there
+        ({}, "sglang", False),
+    ],
+)
+def test_weights_that_are_sampled_with_cannot_be_offloaded(
+    learner: dict[str, object], backend: str, is_refused: bool
+) -> None:
+    chosen = parse({"learner": {"offload": True, **learner}, "sampler": {"backend": backend}})
+    if not is_refused:
+        check_supported(chosen)
+        return
+    with pytest.raises(ParamsError, match=r"learner\.offload: true moves away the very weights"):
+        check_supported(chosen)
+
+
 def test_the_defaults_are_supported() -> None:
     check_supported(parse({}))
 

@@ -15,7 +15,7 @@ stages:
   train:
     cmd: python -m tasks.train
     deps: [data, code.py]
-    params: [seed, rollout, learner, train]
+    params: [seed, env, reward, rollout, sampler, learner, loss, train]
     outs: [out]
 """
 
@@ -46,6 +46,9 @@ def params(**changes: object) -> Params:
         {"learner": {"num_processes": 2}},
         {"learner": {"offload": True, "reshard_after_forward": False}},
         {"train": {"stop": {"max_gpu_hours": 1.0}}},
+        {"sampler": {"sglang": {"urls": ["http://other:30000"], "start_timeout_s": 9.0}}},
+        {"env": {"max_failure_fraction": 0.5}, "reward": {"max_failure_fraction": 0.5}},
+        {"rollout": {"blind_problems": 0}, "loss": {"start_tolerance": 0.5}},
         {"evaluate": {"greedy": False}},
         {"tracking": {"experiment": "other"}},
     ],
@@ -64,6 +67,9 @@ def test_how_far_and_where_a_run_goes_does_not_change_its_key(
         {"learner": {"decay_steps": 7}},
         {"train": {"updates_per_rollout": 1}},
         {"train": {"eval_every": 7}},
+        {"sampler": {"backend": "sglang"}},
+        {"sampler": {"sglang": {"dtype": "float32"}}},
+        {"sampler": {"sglang": {"tensor_parallel": 2}}},
     ],
 )
 def test_params_that_change_the_numbers_change_the_key(
