@@ -41,9 +41,12 @@ Check = Callable[[Site], Finding]
 def blind_model(site: Site) -> Finding:
     """The newest policy says something else when its picture is blank; see polyturn.blind."""
     # Torch is loaded by this check alone: the others answer at once.
+    import torch  # noqa: PLC0415
+
     from polyturn import blind, data, model  # noqa: PLC0415
     from polyturn.render import Renderer  # noqa: PLC0415
     from polyturn.rollout import RolloutSettings  # noqa: PLC0415
+    from polyturn.runtime import training_device  # noqa: PLC0415
     from polyturn.sampler.hf import HfSampler  # noqa: PLC0415
 
     name = "blind model"
@@ -56,6 +59,7 @@ def blind_model(site: Site) -> Finding:
     if not found or not problems.is_file():
         return Finding(name, "skipped", "no policy and problems yet: `dvc repro model` makes them")
     policy = model.load(site.params.model, site.root / found[0])
+    torch.nn.Module.to(policy.model, training_device(site.params.learner))
     renderer = Renderer(policy)
     sampler = HfSampler(policy, renderer)
     settings = RolloutSettings.of(site.params)

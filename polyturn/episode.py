@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,15 @@ from typing import cast
 import numpy as np
 
 from polyturn.comparator import Prompt
-from polyturn.envs.base import Env, EnvContext, ToolSchema, build, observation_message
+from polyturn.envs.base import (
+    Env,
+    EnvContext,
+    ToolSchema,
+    build,
+    first_message,
+    observation_message,
+    reset_of,
+)
 from polyturn.envs.call import call
 from polyturn.params import EnvParams, RolloutParams
 from polyturn.render import Rendered, Renderer
@@ -111,7 +118,8 @@ class Episode:
                 self.seed("env"),
             )
             self.env = cast("Env", await self._call(build, self.settings.build_env, context))
-            first = await self._reset(self.env, context.seed)
+            reset = reset_of(self.env, context.seed)
+            first = first_message(self.env, await self._call(reset)) if reset else None
             tools = cast("Sequence[ToolSchema]", getattr(self.env, "tools", ()) or ())
             self.prompt = Prompt(
                 (*self.problem.messages, *([first] if first else [])),
@@ -290,24 +298,11 @@ class Episode:
         )
         return observation, bool(is_done), info or {}
 
-    async def _reset(self, env: Env, seed: int) -> Message | None:
-        """Reset the environment if it can be; its first observation, if it has one, joins the prompt."""
-        reset = getattr(env, "reset", None)
-        if not callable(reset):
-            return None
-        accepts_seed = "seed" in inspect.signature(reset).parameters
-        answered = await self._call(reset, **({"seed": seed} if accepts_seed else {}))
-        observation = (
-            cast("tuple[object, ...]", answered)[0] if isinstance(answered, tuple) else answered
-        )
-        is_empty = observation is None or observation in ("", {})
-        return None if is_empty else observation_message(env, observation)
-
-    async def _call(self, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+    async def _call(self, method: Callable[..., object], *args: object) -> object:
         limit = self.settings.env.step_timeout_s
         started = time.perf_counter()
         try:
-            return await call(method, *args, time_limit_s=limit, **kwargs)
+            return await call(method, *args, time_limit_s=limit)
         finally:
             self._env_time_s += time.perf_counter() - started
 

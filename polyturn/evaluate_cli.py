@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from polyturn import data, layout, model, params
 from polyturn.ablation import Ablation, ablate
 from polyturn.evaluate import EvaluationPlan, evaluate, evaluation_settings, summarize
 from polyturn.params import Params
 from polyturn.progress import Progress
 from polyturn.render import Renderer
-from polyturn.runtime import set_up_torch
+from polyturn.runtime import set_up_torch, training_device
 from polyturn.sampler.hf import HfSampler
 from polyturn.seeds import derive
 from polyturn.statistics import Interval
@@ -43,6 +45,7 @@ def run(request: Request) -> list[str]:
         raise ValueError(f"--policy {request.policy} holds no config.json; run `dvc repro train`")
     set_up_torch(loaded)
     policy = model.load(loaded.model, request.policy)
+    torch.nn.Module.to(policy.model, training_device(loaded.learner))
     renderer = Renderer(policy)
     sampler = HfSampler(policy, renderer, is_vision_frozen=True)
     settings, plan = evaluation_settings(loaded), _plan(loaded, is_greedy=request.is_greedy)

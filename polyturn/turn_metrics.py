@@ -33,9 +33,6 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/tokens/assistant": _mean([t.tokens.assistant for t in trajectories]),
         "rollout/tokens/observation": _mean([t.tokens.observation for t in trajectories]),
         "rollout/tokens/image_pads": _mean([t.tokens.image_pads for t in trajectories]),
-        "rollout/fully_masked": float(
-            sum(t.status.is_rewarded and not t.num_sampled for t in trajectories)
-        ),
         "rollout/repetition_frac": _mean([is_repetitive(t) for t in trajectories]),
         **_comparisons(trajectories),
         **_reward_by_turns(trajectories),

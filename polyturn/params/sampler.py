@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from polyturn.params.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+_HERE = {"127.0.0.1", "localhost"}
 
 
 class SglangParams(Section):
@@ -41,6 +44,12 @@ class SglangParams(Section):
             raise ValueError(
                 "release_memory is for servers that polyturn starts (they need --enable-memory-saver); "
                 "set it to false or leave urls empty"
+            )
+        hosts = {urlsplit(url).hostname for url in self.urls}
+        if self.weight_update == "distributed" and not hosts <= _HERE:
+            raise ValueError(
+                "weight_update: distributed meets its servers at 127.0.0.1, so their urls must name this host as "
+                f"that, got {list(self.urls)}; use 127.0.0.1, or weight_update: disk for servers on other hosts"
             )
         return self
 

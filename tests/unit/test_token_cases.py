@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from polyturn.learner.fsdp import FsdpLearner
+from polyturn.metrics import rollout_metrics
 from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
 from polyturn.positions import mrope_positions
@@ -17,7 +18,6 @@ from polyturn.render import Rendered, Renderer
 from polyturn.sampler.base import Reply
 from polyturn.samples import with_gradient
 from polyturn.stream import TokenStream
-from polyturn.turn_metrics import turn_metrics
 from polyturn.types import Group, TokenCounts, TrainingSample
 from tests.unit import tiny
 from tests.unit.test_turn_metrics import trajectory
@@ -76,7 +76,8 @@ def test_samples_without_a_trained_token_give_no_nan(
 def test_trajectories_without_a_sampled_token_are_counted_and_left_out() -> None:
     """TOK-15: the metric tells how many; they are in no update."""
     empty, full = trajectory(reward=0.0), trajectory("12")
-    assert turn_metrics([empty, full, empty])["rollout/fully_masked"] == 2.0
+    metrics = rollout_metrics([Group(0, (empty, full, empty))], seed=0)
+    assert metrics["rollout/fully_masked/count"] == 2.0
     assert with_gradient([Group(0, (empty, full))], [[-1.0, 1.0]])[0].advantage == 1.0
 
 

@@ -77,7 +77,6 @@ def test_turn_metrics_by_hand() -> None:
         "rollout/tokens/observation": (4 + 8) / 5,
         "rollout/tokens/image_pads": 1,
         "rollout/repetition_frac": 0,
-        "rollout/fully_masked": 1,
         "rollout/compared/count": 2,
         "rollout/compared/rewritten": 2,
         "multi_turn/reward_by_turns/0": 0.0,

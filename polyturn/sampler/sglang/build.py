@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from polyturn.sampler.sglang.weights import (
 from polyturn.sampler.sglang.wire import WireSettings
 from polyturn.world import ONE, World
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Site:
@@ -56,13 +59,19 @@ def sglang_sampler(policy: Policy, params: Params, site: Site, world: World = ON
     chosen = params.sampler.sglang
     family = policy.family
     servers = _servers(params, site, world)
+    can_compare = chosen.tensor_parallel == 1
+    if chosen.check_weights and not can_compare:
+        logger.warning(
+            "sampler.sglang.check_weights: weights are not compared with tensor_parallel %d, only with 1",
+            chosen.tensor_parallel,
+        )
     dtype = DTYPES[chosen.dtype]
     fleet = Fleet(
         servers=servers,
         transfer=_transfer(chosen, dtype, site),
         dtype=dtype,
         is_tied=policy.model.config.tie_word_embeddings,
-        hash_tensor=engine_hash if chosen.check_weights and chosen.tensor_parallel == 1 else None,
+        hash_tensor=engine_hash if chosen.check_weights and can_compare else None,
         restart=None if chosen.urls else _Restart(params, site),
         world=world,
     )

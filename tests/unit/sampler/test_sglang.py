@@ -23,6 +23,7 @@ from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.base import Reply, Sampler, SampleRequest
 from polyturn.sampler.hf import HfSampler
 from polyturn.sampler.sglang import process, wire
+from polyturn.sampler.sglang.build import Site, sglang_sampler
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
 from polyturn.sampler.sglang.fleet import Fleet, Server
 from polyturn.sampler.sglang.sampler import (
@@ -337,6 +338,30 @@ def test_memory_is_released_and_taken_again_once(server: FakeServer, tmp_path: P
         "/resume_memory_occupation",
         *["/update_weights_from_disk", "/flush_cache"] * 2,
     ]
+
+
+@pytest.mark.parametrize(("ranks", "is_compared"), [(1, True), (2, False)])
+def test_weights_that_are_not_compared_are_told(
+    server: FakeServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    ranks: int,
+    is_compared: bool,
+):
+    sglang = {"urls": [server.url], "weight_update": "disk", "tensor_parallel": ranks}
+    params = tiny.params(sampler={"backend": "sglang", "sglang": sglang})
+    made = sglang_sampler(POLICY, params, Site(tmp_path, tmp_path, lambda *_: None))
+    MADE.append(made)
+    assert (made.fleet.hash_tensor is not None) == is_compared
+    assert ("weights are not compared with tensor_parallel 2" in caplog.text) != is_compared
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.7:30000", "http://server:30000"])
+def test_weights_cannot_be_broadcast_to_a_server_that_does_not_meet_this_host_as_itself(url: str):
+    with pytest.raises(ValueError, match=r"weight_update: distributed meets .*weight_update: disk"):
+        SglangParams(urls=("http://127.0.0.1:30000", url), weight_update="distributed")
+    SglangParams(urls=("http://127.0.0.1:30000",), weight_update="distributed")
+    SglangParams(urls=(url,), weight_update="disk")
 
 
 def test_a_bucket_holds_whole_tensors_within_its_size():
