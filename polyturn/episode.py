@@ -18,6 +18,7 @@ from polyturn.envs.base import (
     build,
     first_message,
     observation_message,
+    plain_info,
     reset_of,
 )
 from polyturn.envs.call import call
@@ -293,10 +294,8 @@ class Episode:
             raise TypeError(
                 f"step() must return (observation, done, info), got {type(answered).__name__}"
             )
-        observation, is_done, info = cast(
-            "tuple[object, object, Mapping[str, Json] | None]", answered
-        )
-        return observation, bool(is_done), info or {}
+        observation, is_done, info = cast("tuple[object, object, object]", answered)
+        return observation, bool(is_done), plain_info(info)
 
     async def _call(self, method: Callable[..., object], *args: object) -> object:
         limit = self.settings.env.step_timeout_s

@@ -19,6 +19,7 @@ from polyturn.envs.base import (
     first_message,
     load_object,
     observation_message,
+    plain_info,
     reset_of,
 )
 from polyturn.envs.call import call
@@ -126,11 +127,11 @@ async def _open(game: Game, env: Env, screen: Screen) -> None:
 async def _turns(game: Game, env: Env, screen: Screen, turns: list[Turn]) -> StopReason:
     while (text := screen.reply(len(turns) + 1)) is not None:
         answered = await _call(game, env.step, text)
-        observation, is_done, info = cast("tuple[object, object, Mapping[str, Json]]", answered)
+        observation, is_done, info = cast("tuple[object, object, object]", answered)
         message = None if is_done else observation_message(env, observation)
         is_last = len(turns) + 1 >= game.rollout.max_turns
         shown = None if is_last else message
-        turns.append(Turn((), (), text, shown, info or {}))
+        turns.append(Turn((), (), text, shown, plain_info(info)))
         if is_done:
             return StopReason.ENV_DONE
         if is_last:

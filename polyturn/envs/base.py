@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import inspect
 import io
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -185,6 +186,24 @@ def first_message(env: Env, answered: object) -> Message | None:
     shown = cast("tuple[object, ...]", answered)[0] if isinstance(answered, tuple) else answered
     is_empty = shown is None or shown in ("", {})
     return None if is_empty else observation_message(env, shown)
+
+
+def plain_info(info: object) -> dict[str, Json]:
+    """A copy of what step returned as info, as JSON keeps it; None is empty.
+
+    Raises:
+        TypeError, ValueError: it is no mapping, or holds what JSON cannot say.
+    """
+    if info is None:
+        return {}
+    if not isinstance(info, Mapping):
+        raise TypeError(f"the info of step() must be a mapping, got {type(info).__name__}")
+    held = cast("Mapping[str, object]", info)
+    try:
+        text = json.dumps(dict(held), allow_nan=False, ensure_ascii=False)
+        return cast("dict[str, Json]", json.loads(text.encode()))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the info of step() must be JSON: {error}") from None
 
 
 def _from_mapping(shown: Mapping[str, object]) -> Message:

@@ -375,6 +375,12 @@ class Step:
         (lambda _: ("ok", False), "got tuple"),
         (lambda _: (3, False, {}), "observation must be text, a Message or a mapping, got int"),
         (lambda _: ("<|image_pad|>", False, {}), "0 pictures, but 1 image pads"),
+        (
+            lambda _: ("ok", False, {"x": object()}),
+            r"info of step\(\) must be JSON: Object of type",
+        ),
+        (lambda _: ("ok", False, {"x": float("nan")}), r"info of step\(\) must be JSON: Out of range"),
+        (lambda _: ("ok", False, ["x"]), r"info of step\(\) must be a mapping, got list"),
     ],
 )
 def test_what_goes_wrong_in_an_environment_is_a_status(
@@ -386,6 +392,17 @@ def test_what_goes_wrong_in_an_environment_is_a_status(
     assert re.search(message, trajectory.error)
     assert [turn.reply_text for turn in trajectory.turns] == ["a"]
     assert trajectory.num_sampled == 2
+
+
+def test_infos_of_turns_are_what_they_were_at_their_turn(renderer: Renderer) -> None:
+    told: dict[str, int] = {"calls": 0}
+
+    def step(_: str) -> object:
+        told["calls"] += 1
+        return "ok", told["calls"] == 2, told
+
+    trajectory, _ = run(renderer, Step(step), tiny.saying("a", "b"))
+    assert [dict(turn.info) for turn in trajectory.turns] == [{"calls": 1}, {"calls": 2}]
 
 
 def test_environment_that_cannot_be_built_is_a_status(renderer: Renderer) -> None:
