@@ -34,7 +34,7 @@ $(READY): pyproject.toml docker/constraints-cpu.txt
 
 setup: $(READY) ## make .venv (done by the other targets too)
 
-demo: $(READY) ## the whole pipeline on this machine (RECIPE=tiny: under a minute; SET="key=value ...")
+demo: $(READY) ## the whole pipeline on this machine (RECIPE=tiny: about a minute; SET="key=value ...")
 	@$(FLOW) $(FLOW_ARGS)
 
 test: $(READY) ## unit, contract and end-to-end tests

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_view(command("view", "write a page with trajectories: tokens, pictures, calls, rewards"))
     _add_play(command("play", "be the policy by hand in an environment; needs no model"))
     _add_evaluate(command("evaluate", "score a policy on held-out problems, also without pictures"))
-    doctor = command("doctor", "check that a run can work here, and that the model sees")
+    doctor = command("doctor", "check that the newest model of this checkout sees its pictures")
     doctor.set_defaults(run=_doctor)
     stop = command("stop", "end training after this step, with the best policy so far")
     stop.add_argument(
@@ -133,24 +131,12 @@ def _use(chosen: argparse.Namespace) -> int:
 
 
 def _plan(chosen: argparse.Namespace) -> int:
-    from polyturn import layout, params
+    from polyturn import layout, params, plan
 
     del chosen
     params.load(layout.PARAMS)
-    code = subprocess.run([sys.executable, "-m", "dvc", "status"], check=False).returncode
-    times = _last_times(layout.STATE / "timings.jsonl")
-    if times:
-        print("\nseconds that each stage took when it last ran:")
-        for stage, seconds in times.items():
-            print(f"  {stage:<10} {seconds:8.1f}")
-    return code
-
-
-def _last_times(path: Path) -> dict[str, float]:
-    if not path.is_file():
-        return {}
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {record["stage"]: record["seconds"] for record in records}
+    print("\n".join(plan.lines(Path.cwd())))
+    return 0
 
 
 def _report(chosen: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn import cli, layout, model, params
+from polyturn import cli, layout, model, params, plan
 from polyturn.data.files import write_jsonl
 from polyturn.trajectories import save_pictures
 from polyturn.types import Problem
@@ -76,6 +76,28 @@ def test_viewing_what_is_not_there_is_named(
     assert not (checkout / "runs").exists()
 
 
+def test_plan_of_a_fresh_checkout_names_stages_not_files(toy: Callable[..., ToyProject]) -> None:
+    result = toy(one="pass", two="pass").run("python", "-m", "polyturn.cli", "plan")
+    assert result.stdout.splitlines() == [
+        "one: never ran in this checkout",
+        "two: never ran in this checkout",
+    ]
+
+
+def test_plan_shows_the_first_reasons_and_counts_the_rest() -> None:
+    changed = {f"file{index}.py": "modified" for index in range(plan.MAX_REASONS + 2)}
+    params_changed = {"params.yaml": {"train.steps": "modified"}}
+    stale: dict[str, list[plan.Change]] = {
+        "train": ["changed command", {"changed deps": params_changed}],
+        "evaluate": [{"changed deps": changed}],
+    }
+    shown = plan.stale_lines(stale, frozenset(stale))
+    assert shown[:3] == ["train:", "  changed command", "  modified  params.yaml: train.steps"]
+    assert shown[3:5] == ["evaluate:", "  modified  file0.py"]
+    assert shown[-1] == "  and 2 more (`dvc status evaluate`)"
+    assert plan.stale_lines({}, frozenset()) == ["nothing would run: everything is up to date"]
+
+
 def test_plan_tells_what_is_stale_and_how_long_it_took(toy: Callable[..., ToyProject]) -> None:
     project = toy(one="pass", two="pass")
     assert project.run("dvc", "repro").returncode == 0
@@ -85,7 +107,7 @@ def test_plan_tells_what_is_stale_and_how_long_it_took(toy: Callable[..., ToyPro
     result = project.run("python", "-m", "polyturn.cli", "plan")
     assert result.returncode == 0
     assert "two:" in result.stdout
-    assert "modified:           tasks/two.py" in result.stdout
+    assert "  modified  tasks/two.py" in result.stdout.splitlines()
     assert "one:" not in result.stdout
     times = result.stdout.partition("seconds that each stage took")[2]
     assert [line.split()[0] for line in times.splitlines()[1:]] == ["one", "two"]
