@@ -82,10 +82,8 @@ class FeatureStore:
         self.num_encoded = 0
 
     @torch.no_grad()
-    def encode(
-        self, images: Sequence[ImageRecord], *, is_collective: bool = False
-    ) -> dict[str, Features]:
-        """Features of `images` by hash; `is_collective`: in exactly one call of the tower, see `TowerInTraining`."""
+    def encode(self, images: Sequence[ImageRecord]) -> dict[str, Features]:
+        """Features of `images` by hash."""
         features: dict[str, Features] = {}
         missing: dict[str, ImageRecord] = {}
         for image in images:
@@ -94,13 +92,8 @@ class FeatureStore:
                 missing[image.sha256] = image
             else:
                 features[image.sha256] = Features(kept)
-        wanted = list(missing.values())
-        if is_collective:
-            wanted = wanted or [blank_picture(self._policy.family)]
-            encoded = encode(self._policy, self._reader, wanted, chunk=len(wanted))
-        else:
-            encoded = encode(self._policy, self._reader, wanted)
-        for sha256, made in zip(missing, encoded, strict=False):  # a blank picture is not kept
+        encoded = encode(self._policy, self._reader, list(missing.values()))
+        for sha256, made in zip(missing, encoded, strict=True):
             # Copies: the rows of one call share a storage that a single kept picture would hold on to.
             levels = tuple(level.clone() for level in made.levels)
             self._kept.put(sha256, levels)
@@ -116,8 +109,9 @@ class FeatureStore:
 class TowerInTraining:
     """The vision tower as training sees it: trained with the rest, or frozen and then run once per picture.
 
-    With `is_collective` (weights sharded over ranks) every call of `features` runs the tower exactly once, so that
-    ranks stay in step whatever pictures they have; a rank that has none runs a blank one.
+    With `is_collective` (its weights are trained and sharded over ranks) every call of `features` runs the tower
+    exactly once, so that ranks stay in step whatever pictures they have; a rank that has none runs a blank one. A
+    frozen tower is whole on every rank.
     """
 
     def __init__(
@@ -146,7 +140,7 @@ class TowerInTraining:
         They may include those of the blank picture, which no sample shows: `score_batch` gives them weight 0.
         """
         if self._is_frozen:
-            return self._store.encode(images, is_collective=self._is_collective)
+            return self._store.encode(images)
         if self._is_collective and not images:
             images = [blank_picture(self._policy.family)]
         encoded = encode(self._policy, self._reader, images, chunk=max(1, len(images)))

@@ -73,13 +73,6 @@ class World:
         """
         return list(items[self.rank :: self.size])
 
-    def interleave(self, parts: Sequence[Sequence[T]]) -> list[T]:
-        """Undo `owned`: the whole list from every rank's part, in rank order."""
-        whole: list[T] = []
-        for position in range(max(map(len, parts), default=0)):
-            whole += [part[position] for part in parts if position < len(part)]
-        return whole
-
     def gather(self, groups: Sequence[Group]) -> list[Group]:
         """All ranks' groups in the order of their indices, on every rank (collective).
 

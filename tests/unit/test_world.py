@@ -51,10 +51,11 @@ def test_groups_are_owned_by_index_modulo_size() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_interleave_undoes_owned(count: int, size: int) -> None:
+def test_each_item_is_owned_by_one_rank_as_its_group_is(count: int, size: int) -> None:
     items = list(range(count))
     parts = [World(rank, size).owned(items) for rank in range(size)]
-    assert World(0, size).interleave(parts) == items
+    assert sorted(item for part in parts for item in part) == items
+    assert all(World(rank, size).owns(item) for rank, part in enumerate(parts) for item in part)
 
 
 def test_one_process_gives_back_what_it_has() -> None:
