@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from PIL import Image
 
+from polyturn.data.normalise import to_rgb
 from polyturn.types import ImageRecord, Json, Message, Problem, Role
 
 if TYPE_CHECKING:
@@ -241,10 +242,11 @@ def _part(part: object) -> str | ImageRecord:
 def image_record(picture: object) -> ImageRecord:
     """A record of a picture that an environment made; on white, RGB, lossless PNG.
 
-    Understood are ImageRecord, PIL image, the bytes of an image file and a data URI in base64.
+    Understood are ImageRecord, PIL image, the bytes of an image file and a data URI in base64. 16-bit and float
+    pixels are scaled by their range, as those of the data set are.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or its pixels are not finite.
     """
     if isinstance(picture, ImageRecord):
         return picture
@@ -257,11 +259,8 @@ def image_record(picture: object) -> ImageRecord:
             "a picture must be an ImageRecord, a PIL image, bytes or a data URI, got "
             f"{type(picture).__name__}"
         )
-    if picture.has_transparency_data:
-        shown = picture.convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown)
     buffer = io.BytesIO()
-    picture.convert("RGB").save(buffer, format="PNG", compress_level=1)
+    to_rgb(picture).save(buffer, format="PNG", compress_level=1)
     return ImageRecord.from_png(buffer.getvalue(), picture.width, picture.height)
 
 

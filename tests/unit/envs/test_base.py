@@ -6,6 +6,7 @@ import io
 import sys
 import types
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -200,3 +201,29 @@ def test_a_picture_is_recorded_on_white_and_equal_pictures_have_one_hash() -> No
     )
     assert image_record(picture()) == image_record(picture("RGBA", (10, 20, 30, 255)))
     assert image_record(record) is record
+
+
+def ramp(kind: str) -> Image.Image:
+    """A picture that gets brighter from left to right, in pixels of more than 8 bits."""
+    steps = np.tile(np.linspace(0, 1, 64), (8, 1))
+    if kind == "F":
+        return Image.fromarray(steps.astype(np.float32))
+    return Image.fromarray((steps * 65535).astype(np.uint16 if kind == "I;16" else np.int32))
+
+
+@pytest.mark.parametrize("kind", ["I;16", "I", "F"])
+@pytest.mark.parametrize("as_file", [False, True])
+def test_deep_pixels_are_scaled_and_not_clipped(kind: str, *, as_file: bool) -> None:
+    picture = ramp(kind)
+    assert picture.mode == kind
+    packed = io.BytesIO()
+    picture.save(packed, format="TIFF")
+    shown = Image.open(io.BytesIO(image_record(packed.getvalue() if as_file else picture).read()))
+    row = np.asarray(shown)[0, :, 0]
+    assert (row[0], row[-1]) == (0, 255)
+    assert abs(int(row[32]) - 130) <= 2
+
+
+def test_pixels_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(ValueError, match="not_finite"):
+        image_record(Image.fromarray(np.full((4, 4), np.nan, np.float32)))
