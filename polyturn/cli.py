@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +78,8 @@ def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="RUN",
-        help="a run directory, a directory of steps, one file, an MLflow run id or a registry alias",
+        help="a run directory (., runs/NAME), a directory of steps, one file, an MLflow run id, a registry alias of "
+        "registry.name (champion), MODEL@ALIAS or MODEL/VERSION",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/view.html"), help="(%(default)s)")
     parser.add_argument("--steps", type=int, nargs="+", help="default: evenly spaced ones")
@@ -151,12 +153,24 @@ def _view(chosen: argparse.Namespace) -> int:
     from polyturn import layout, params, view
 
     source = Path(chosen.source)
-    if not source.exists():
+    name = _brought_back(source) or chosen.source
+    if name != chosen.source or not source.exists():
         from polyturn.tracking.locate import locate
 
-        source = locate(chosen.source, params.load(layout.PARAMS), Path.cwd())
+        source = locate(name, params.load(layout.PARAMS), Path.cwd())
     print(view.view(source, chosen.out, steps=chosen.steps))
     return 0
+
+
+def _brought_back(directory: Path) -> str | None:
+    """MODEL/VERSION of a runs/NAME: what came back of a worktree, in which trajectories are not."""
+    from polyturn import layout
+
+    record = directory / layout.REGISTERED
+    if not record.is_file() or (directory / layout.TRAJECTORIES).is_dir():
+        return None
+    registered = json.loads(record.read_text())
+    return f"{registered['name']}/{registered['version']}"
 
 
 def _play(chosen: argparse.Namespace) -> int:

@@ -76,6 +76,19 @@ def test_viewing_what_is_not_there_is_named(
     assert not (checkout / "runs").exists()
 
 
+def test_what_came_back_of_a_worktree_is_viewed_through_its_registered_version(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    returned = checkout / "runs/name"
+    returned.mkdir(parents=True)
+    (returned / layout.REGISTERED).write_text('{"name": "toy", "version": 3}')
+    assert cli.main(["view", "runs/name"]) == 2
+    assert "toy/3" in capsys.readouterr().err
+    (returned / layout.TRAJECTORIES).mkdir(parents=True)  # a checkout that has its own
+    assert cli.main(["view", "runs/name"]) == 2
+    assert "runs/name holds no trajectories" in capsys.readouterr().err
+
+
 def test_plan_of_a_fresh_checkout_names_stages_not_files(toy: Callable[..., ToyProject]) -> None:
     result = toy(one="pass", two="pass").run("python", "-m", "polyturn.cli", "plan")
     assert result.stdout.splitlines() == [
