@@ -57,11 +57,6 @@ def _labels(params: Params) -> dict[str, object]:
 def _work_dir(ctx: StageContext) -> Path:
     """train.work_uri (or the stage's own directory) / the key of everything that changes the result."""
     root = ctx.params.train.work_uri
-    if "://" in root:
-        raise ValueError(
-            f"train.work_uri must be a path, local or on a shared disk, in this version, got {root}; mount the "
-            "bucket, or leave it empty to work below the checkout"
-        )
     return (Path(root) if root else ctx.work_dir) / work_key("train", ctx.params)
 
 

@@ -41,6 +41,11 @@ def test_weights_that_are_sampled_with_cannot_be_offloaded(
         check_supported(chosen)
 
 
+def test_a_bucket_for_work_in_progress_is_refused_before_any_stage() -> None:
+    with pytest.raises(ParamsError, match=r"train\.work_uri must be a path, .* got s3://b/work"):
+        check_supported(parse({"train": {"work_uri": "s3://b/work"}}))
+
+
 def test_the_defaults_are_supported() -> None:
     check_supported(parse({}))
 
