@@ -124,7 +124,10 @@ class ServerProcess:
             while group_is_alive(group) and time.monotonic() < deadline:
                 self.popen.poll()
                 time.sleep(0.1)
-        self.popen.wait()
+        try:
+            self.popen.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:  # inside a driver, where no signal reaches it
+            logger.error("SGLang server %d does not end, its GPU stays taken", group)
 
     def _tail(self) -> str:
         try:
