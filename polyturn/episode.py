@@ -188,14 +188,14 @@ class Episode:
 
     async def close(self) -> None:
         """Close the environment; a failure is counted and logged."""
-        close = getattr(self.env, "close", None)
-        if callable(close):
-            try:
+        try:
+            close = getattr(self.env, "close", None)
+            if callable(close):
                 await self._call(close)
-            except Exception as error:  # closing can no longer change what was sampled
-                count = self.env_failures.num_close_failures + 1
-                self.env_failures = replace(self.env_failures, num_close_failures=count)
-                logger.warning("env.close of problem %s failed: %s", self.problem.id, error)
+        except Exception as error:  # closing can no longer change what was sampled
+            count = self.env_failures.num_close_failures + 1
+            self.env_failures = replace(self.env_failures, num_close_failures=count)
+            logger.warning("env.close of problem %s failed: %s", self.problem.id, told(error))
 
     def finish(self) -> Trajectory:
         """Freeze the trajectory."""
@@ -280,8 +280,7 @@ class Episode:
     def _fail(self, reason: StopReason, error: Exception | str) -> None:
         self.stop_reason = reason
         self.env_failures = counted(self.env_failures, reason)
-        told = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self.error = told[:500]
+        self.error = (error if isinstance(error, str) else told(error))[:500]
         logger.warning(
             "problem %s sibling %d: %s: %s", self.problem.id, self.sibling, reason, self.error
         )
@@ -302,8 +301,19 @@ class Episode:
         started = time.perf_counter()
         try:
             return await call(method, *args, time_limit_s=limit)
+        except TimeoutError as error:
+            said = str(error) or f"no answer within env.step_timeout_s {limit:g}"
+            raise TimeoutError(said) from None
         finally:
             self._env_time_s += time.perf_counter() - started
+
+
+def told(error: Exception) -> str:
+    """Class and message of what an environment raised; one that cannot say its message is told by its class."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # an environment's own exception class may do anything
+        return type(error).__name__
 
 
 def counted(failures: EnvFailures, reason: StopReason) -> EnvFailures:

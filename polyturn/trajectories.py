@@ -136,7 +136,8 @@ def write_records(path: Path, records: Iterable[TrajectoryEntry]) -> Path:
     with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0, compresslevel=6) as packed:
         for record in records:
             line = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-            packed.write(line.encode() + b"\n")
+            # Half of a surrogate pair, which an environment may say, has no UTF-8, but an escape in JSON.
+            packed.write(line.encode(errors="backslashreplace") + b"\n")
     _write_atomically(path, buffer.getvalue())
     return path
 

@@ -34,5 +34,5 @@ def write_report(root: Path) -> Path:
 def write_page(path: Path, html: str) -> Path:
     """Write an HTML page atomically."""
     with atomic_path(path) as partial:
-        partial.write_text(html, encoding="utf-8")
+        partial.write_text(html, encoding="utf-8", errors="replace")  # halves of surrogate pairs
     return path

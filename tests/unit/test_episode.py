@@ -359,6 +359,13 @@ def failing(error: BaseException) -> Callable[[str], object]:
     return step
 
 
+class SpeechlessError(Exception):
+    """Cannot say what is wrong."""
+
+    def __str__(self) -> str:
+        raise LookupError
+
+
 class Step:
     """An environment of one method."""
 
@@ -371,6 +378,8 @@ class Step:
     [
         (failing(RuntimeError("broken")), "RuntimeError: broken"),
         (failing(StopIteration("no more boards")), "no more boards"),
+        (failing(SpeechlessError()), "^SpeechlessError$"),
+        (failing(ValueError("\ud83d")), "ValueError: \ud83d"),
         (lambda _: "ok", r"step\(\) must return \(observation, done, info\), got str"),
         (lambda _: ("ok", False), "got tuple"),
         (lambda _: (3, False, {}), "observation must be text, a Message or a mapping, got int"),
@@ -379,7 +388,10 @@ class Step:
             lambda _: ("ok", False, {"x": object()}),
             r"info of step\(\) must be JSON: Object of type",
         ),
-        (lambda _: ("ok", False, {"x": float("nan")}), r"info of step\(\) must be JSON: Out of range"),
+        (
+            lambda _: ("ok", False, {"x": float("nan")}),
+            r"info of step\(\) must be JSON: Out of range",
+        ),
         (lambda _: ("ok", False, ["x"]), r"info of step\(\) must be a mapping, got list"),
     ],
 )
@@ -426,7 +438,19 @@ def test_slow_environment_times_out_without_holding_up_the_end(renderer: Rendere
     waited = time.monotonic() - started
     release.set()
     assert (trajectory.stop_reason, trajectory.status) == (StopReason.ENV_TIMEOUT, Status.FAILED)
+    assert trajectory.error == "TimeoutError: no answer within env.step_timeout_s 0.1"
     assert waited < 4
+
+
+def test_close_that_cannot_even_be_looked_up_is_counted(renderer: Renderer) -> None:
+    class Env(Step):
+        @property
+        def close(self) -> object:
+            raise RuntimeError("gone")
+
+    trajectory, _ = run(renderer, Env(lambda _: ("", True, {})), tiny.saying("a"))
+    assert trajectory.stop_reason is StopReason.ENV_DONE
+    assert trajectory.env_failures.num_close_failures == 1
 
 
 def test_slow_async_environment_times_out(renderer: Renderer) -> None:

@@ -83,6 +83,14 @@ def test_steps_are_listed_in_order(tmp_path: Path):
     assert trajectories.read_step(tmp_path, 10) == []
 
 
+def test_halves_of_surrogate_pairs_are_written_and_read_back(tmp_path: Path):
+    record = record_of(make_trajectory())
+    record["error"] = "ValueError: \ud83d"
+    record["turns"][0]["info"] = {"\udc00": ["é", "\ud83d", "\\ud83d"]}
+    path = trajectories.write_records(tmp_path / "one.jsonl.gz", [record])
+    assert trajectories.read_records(path) == [record]
+
+
 def test_a_non_finite_logprob_is_refused():
     trajectory = make_trajectory()
     trajectory.logprobs[2] = np.nan

@@ -85,6 +85,13 @@ def test_text_of_a_reply_cannot_become_markup(run_directory: Path, tmp_path: Pat
     assert "&lt;script&gt;alert(1)" in page
 
 
+def test_halves_of_surrogate_pairs_are_shown_as_question_marks(run_directory: Path, tmp_path: Path):
+    entry = trajectories.read_step(run_directory / layout.TRAJECTORIES, 0)[0]
+    entry.update(reward=None, status="failed", stop_reason="env_error", error="bad \ud83d text")
+    path = trajectories.write_records(tmp_path / "one.jsonl.gz", [entry])
+    assert "bad ? text" in view.view(path, tmp_path / "view.html").read_text(encoding="utf-8")
+
+
 def test_a_failed_trajectory_shows_its_error(run_directory: Path, tmp_path: Path):
     entry = trajectories.read_step(run_directory / layout.TRAJECTORIES, 0)[0]
     entry.update(reward=None, status="failed", stop_reason="env_error", error="ZeroDivisionError")
