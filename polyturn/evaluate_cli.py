@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,9 @@ def run(request: Request) -> list[str]:
     sampler = HfSampler(policy, renderer, is_vision_frozen=True)
     settings, plan = evaluation_settings(loaded), _plan(loaded, is_greedy=request.is_greedy)
     rounds = 2 if request.is_ablated else 1
-    with Progress(rounds * len(problems), "evaluate") as progress:
+    # Elsewhere than on a terminal what is said is the result alone: `::progress` lines are for flows.
+    is_shown = sys.stdout.isatty()
+    with Progress(rounds * len(problems), "evaluate", is_shown=is_shown) as progress:
         scoring = (problems, sampler, renderer, settings, plan, progress.update)
         if request.is_ablated:
             return ablation_lines(asyncio.run(ablate(*scoring)))
