@@ -4,8 +4,9 @@ PYTHON ?= python3.11
 VENV ?= .venv
 # Where pip looks for a CPU build of torch, if its own configuration has none (README).
 TORCH_INDEX ?=
-# A file of recipes/ without its ending, and overrides: make demo RECIPE=tiny SET="train.steps=3 seed=1"; such a
-# run works in a git worktree of its own and leaves params.yaml alone (`polyturn use` writes it).
+# A file of recipes/ without its ending, and overrides: make demo RECIPE=tiny SET="train.steps=3 seed=1" (a value has
+# no spaces: SET='env.params={"size":48}'); such a run starts from the last commit in a git worktree of its own and
+# leaves params.yaml alone (`polyturn use` writes it).
 RECIPE ?=
 SET ?=
 # Of the Prefect server that `make services` starts.

@@ -142,8 +142,10 @@ def _grade_file(cases: Sequence[Case], options: argparse.Namespace) -> None:
 
 def _describe(verdict: Verdict) -> str:
     word = "match" if verdict.match else "no match"
-    malformed = ", a later box is never closed" if verdict.is_malformed else ""
-    return f"{word}: {verdict.reason} (answer {str(verdict.answer)[:80]!r}{malformed})"
+    notes = [] if verdict.answer is None else [f"answer {verdict.answer[:80]!r}"]
+    if verdict.is_malformed:
+        notes.append(f"a {'later ' if notes else ''}box is never closed")
+    return f"{word}: {verdict.reason}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _write(line: str) -> None:

@@ -18,6 +18,10 @@ def test_one_pair_prints_verdict_and_reason(capsys: pytest.CaptureFixture[str]) 
         capsys.readouterr().out
         == "no match: different values (answer '8', a later box is never closed)\n"
     )
+    assert main(["\\boxed{5", "5"]) == 1
+    assert capsys.readouterr().out == "no match: no answer found (a box is never closed)\n"
+    assert main(["5", "5", "--needs-box"]) == 1
+    assert capsys.readouterr().out == "no match: no answer found\n"
 
 
 def test_options_reach_the_grader() -> None:
