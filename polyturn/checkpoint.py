@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 MARKER = "complete.json"  # written last: {"files": {name: sha256}, "state": {...}}
 DAMAGED = ".damaged"  # ending of one that was found incomplete or changed; never looked at again
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what odd markers raise
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -71,7 +72,7 @@ def states(directory: Path) -> list[Mapping[str, Json]]:
     for path in _paths(directory):
         try:
             found.append(json.loads((path / MARKER).read_text())["state"])
-        except (OSError, ValueError, KeyError):  # `latest` tells when it comes to it
+        except _UNREADABLE:  # `latest` tells when it comes to it
             continue
     return found
 
@@ -103,7 +104,7 @@ def _damage(path: Path) -> str | None:
             name for name, digest in content["files"].items() if _digest(path / name) != digest
         ]
         content["state"]
-    except (OSError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
         return f"{type(error).__name__}: {error}"
     return f"digest of {', '.join(wrong)} differs" if wrong else None
 

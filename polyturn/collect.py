@@ -21,7 +21,7 @@ from polyturn.rollout import (
     check_budgets,
     rollout_attempts,
 )
-from polyturn.saved_rollouts import saved_groups
+from polyturn.saved_rollouts import check_steps, saved_groups
 from polyturn.schedule import draw_more, draw_problems
 from polyturn.seeds import derive
 from polyturn.types import Group, Problem
@@ -29,6 +29,7 @@ from polyturn.types import Group, Problem
 logger = logging.getLogger(__name__)
 
 SURPLUS = "surplus"  # accepted by all filters, but the step has its groups already
+_FILTERS = "train.dynamic_sampling.filters"
 _PREFIX = "rollout/dynamic_filter"
 
 
@@ -39,6 +40,25 @@ class Collected:
     sampled: Sequence[Group]
     kept: Sequence[Group]
     metrics: Metrics
+
+
+def check_start(problems: Sequence[Problem], params: Params) -> None:
+    """What would stop the first steps, asked before anything is sampled or scored.
+
+    Raises:
+        ValueError: fewer problems than a round draws, a filter that cannot be imported, step files that are missing.
+    """
+    if params.train.debug.mode == "train_only":
+        check_steps(Path(params.train.debug.rollouts), params.train.steps)
+        return
+    rules = params.train.dynamic_sampling
+    load_filters(rules.filters, _FILTERS)
+    if rules.prompts_per_round is not None and rules.prompts_per_round > len(problems):
+        raise ValueError(
+            f"train.dynamic_sampling.prompts_per_round is {rules.prompts_per_round}, but only {len(problems)} training "
+            "problems are left; lower it or raise data.num_train"
+        )
+    _draw(problems, params, 0, 0, [])
 
 
 async def collect(parts: Parts, params: Params, step: int) -> Collected:
@@ -60,7 +80,7 @@ async def sample_rounds(parts: Parts, params: Params, step: int) -> Collected:
         ValueError: a filter cannot be imported or failed; the message names its key.
     """
     rules = params.train.dynamic_sampling
-    filters = load_filters(rules.filters, "train.dynamic_sampling.filters")
+    filters = load_filters(rules.filters, _FILTERS)
     wanted = params.rollout.prompts_per_step
     drawn: list[Problem] = []
     sampled: list[Group] = []

@@ -14,7 +14,7 @@ from polyturn import blind, debug, run_state, stop_rules
 from polyturn.advantage import advantages_of
 from polyturn.checks import check_gap, check_updates
 from polyturn.clock import Clock
-from polyturn.collect import collect
+from polyturn.collect import check_start, collect
 from polyturn.metrics import Metrics, rollout_metrics, trajectories_of, update_metrics
 from polyturn.params import Params
 from polyturn.parts import Parts
@@ -45,7 +45,9 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
         FailureBudgetError: the environment or the grader failed too often.
         BlindModelError: the policy does not see the pictures.
         CheckpointError: the run that is resumed is further than train.steps.
+        ValueError: its steps cannot be sampled as params say; see `check_start`.
     """
+    check_start(parts.train, params)
     state = run_state.start(
         parts.checkpoints, parts.learner.load, num_steps=params.train.steps, resume=resume
     )

@@ -139,10 +139,13 @@ def head_differs(directory: Path) -> bool:
 
 def _files(directory: Path) -> list[Path]:
     index = directory / INDEX
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return [directory / str(name) for name in sorted(names)]
-    return [directory / SINGLE]
+    if not index.is_file():
+        return [directory / SINGLE]
+    try:
+        names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{INDEX} cannot be read: {type(error).__name__}: {error}") from None
+    return [directory / name for name in sorted(names)]
 
 
 # -- writing --------------------------------------------------------------------------------------------------

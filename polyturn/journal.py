@@ -78,12 +78,21 @@ class Journal:
 
 
 def _read(path: Path) -> list[Entry]:
-    """All whole lines; a line that a kill cut short is removed, so that the next one starts afresh."""
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        os.truncate(path, len(whole.encode()))
-    return [Entry(**json.loads(line)) for line in whole.splitlines()]
+    """All whole lines that can be read; one that a kill cut short is removed, so that the next starts afresh."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        os.truncate(path, len(whole))
+    entries: list[Entry] = []
+    for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+        try:
+            entries.append(Entry(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            logger.warning(
+                "%s line %d is passed over, its step enters MLflow with the time of now: %s",
+                *(path, number, error),
+            )
+    return entries
 
 
 def _changed(old: Mapping[str, float], new: Mapping[str, float]) -> list[str]:

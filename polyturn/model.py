@@ -124,7 +124,7 @@ def load(params: ModelParams, directory: Path) -> Policy:
             f"model.path: {directory} has no config.json, so it is no Hugging Face model directory; "
             "name one, a hub id or an s3:// URI, or null to build the small model"
         )
-    model_type = json.loads(config_file.read_text()).get("model_type")
+    model_type = _model_type(config_file)
     if model_type not in MODEL_CLASSES:
         raise ModelError(
             f"model.path: {directory} is a {model_type!r}; polyturn trains {sorted(MODEL_CLASSES)}"
@@ -141,7 +141,7 @@ def load(params: ModelParams, directory: Path) -> Policy:
             key_mapping=hf_weights.KEY_MAPPING,
         )
         processor = load_processor(directory, model_type)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(
             f"model.path: {directory} cannot be loaded: {' '.join(str(error).split())[:300]}"
         ) from None
@@ -150,6 +150,19 @@ def load(params: ModelParams, directory: Path) -> Policy:
             f"model.path: tensors of {directory} do not fit its config: {error}"
         ) from None
     return wrap(model, processor)
+
+
+def _model_type(config_file: Path) -> str:
+    """What config.json says that the model is; "" if it says nothing."""
+    try:
+        config = json.loads(config_file.read_text())
+    except ValueError as error:
+        raise ModelError(f"model.path: {config_file} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(
+            f"model.path: {config_file} must hold an object, got {type(config).__name__}"
+        )
+    return str(cast("dict[str, object]", config).get("model_type", ""))
 
 
 def _check_tensors(kind: type[PreTrainedModel], directory: Path) -> None:

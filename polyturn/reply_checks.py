@@ -62,7 +62,7 @@ def _mismatch(reply: Reply, expected: Expected, renderer: Renderer) -> str | Non
 
 def _fault(reply: Reply, expected: Expected) -> str | None:
     if not all(map(math.isfinite, reply.logprobs)):
-        return "the reply has logprobs that are not finite"
+        return "the reply has logprobs that are not finite; the weights are not, or learner.lr is too high"
     if len(reply.token_ids) > expected.max_new_tokens:
         return (
             f"the reply has {len(reply.token_ids)} tokens, {expected.max_new_tokens} were asked for"

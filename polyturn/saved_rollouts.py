@@ -25,6 +25,16 @@ from polyturn.types import (
 _KEY = "train.debug.rollouts"
 
 
+def check_steps(directory: Path, num_steps: int) -> None:
+    """Refuse a directory that lacks the file of one of the first `num_steps` steps.
+
+    Raises:
+        ValueError: the message names the first one.
+    """
+    for step in range(num_steps):
+        _existing(directory, step)
+
+
 def saved_groups(directory: Path, step: int, problems: Sequence[Problem]) -> list[Group]:
     """The groups that an earlier run trained on at `step`: ids, masks, logprobs and rewards bit for bit.
 
@@ -33,14 +43,7 @@ def saved_groups(directory: Path, step: int, problems: Sequence[Problem]) -> lis
     Raises:
         ValueError: the step has no file there, or it is about problems or pictures that are not there.
     """
-    path = trajectories.step_path(directory, step)
-    if not path.exists():
-        steps = trajectories.list_steps(directory)
-        known = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        raise ValueError(
-            f"{_KEY}: {directory} has no {path.name} (steps there: {known}); lower train.steps or name another "
-            "directory"
-        )
+    path = _existing(directory, step)
     by_id = {problem.id: problem for problem in problems}
     entries = trajectories.read_records(path)
     unknown = sorted({entry["problem_id"] for entry in entries} - set(by_id))
@@ -53,6 +56,18 @@ def saved_groups(directory: Path, step: int, problems: Sequence[Problem]) -> lis
         Group(index, tuple(_trajectory(e, by_id[e["problem_id"]], directory) for e in siblings))
         for index, siblings in groupby(entries, key=lambda entry: entry["group"])
     ]
+
+
+def _existing(directory: Path, step: int) -> Path:
+    path = trajectories.step_path(directory, step)
+    if not path.exists():
+        steps = trajectories.list_steps(directory)
+        known = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        raise ValueError(
+            f"{_KEY}: {directory} has no {path.name} (steps there: {known}); lower train.steps or name another "
+            "directory"
+        )
+    return path
 
 
 def _trajectory(entry: TrajectoryEntry, problem: Problem, directory: Path) -> Trajectory:

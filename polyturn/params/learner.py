@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from polyturn.params.fields import (
+    Beta,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -47,7 +48,7 @@ class LearnerParams(Section):
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     decay_steps: PositiveInt = 40  # horizon of the schedule, in rollout batches
     min_lr_fraction: Fraction = 0.1
-    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: NonNegativeFloat = 0.0
     grad_clip: PositiveFloat = 1.0
     freeze_vision: bool = True

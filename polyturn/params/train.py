@@ -87,3 +87,13 @@ class TrainParams(Section):
     dynamic_sampling: DynamicSamplingParams = DynamicSamplingParams()
     stop: StopParams = StopParams()
     debug: DebugParams = DebugParams()
+
+    @model_validator(mode="after")
+    def _dumped_step(self) -> TrainParams:
+        step = self.debug.dump_step
+        if step is not None and step >= self.steps:
+            raise ValueError(
+                f"debug.dump_step {step} is no step of a run of {self.steps}, which are 0 to {self.steps - 1}; "
+                "lower it or raise steps"
+            )
+        return self

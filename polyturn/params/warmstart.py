@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from polyturn.params.fields import (
-    Fraction,
+    Beta,
     NonNegativeFloat,
     NonNegativeInt,
     ObjectPath,
@@ -45,7 +45,7 @@ class WarmstartParams(Section):
     """Supervised warm start (also the SFT recipe); no phases: the base model is passed on."""
 
     examples: ObjectPath = "polyturn.envs.zoom:demonstrations"  # (kind, problem, rng, params)
-    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: NonNegativeFloat = 0.01
     grad_clip: PositiveFloat = 1.0
     micro_batch_tokens: PositiveInt = 4096  # packed tokens of one micro-batch

@@ -70,7 +70,20 @@ def test_the_marker_is_written_last(tmp_path: Path) -> None:
     assert newest(tmp_path) == 1
 
 
-@pytest.mark.parametrize("damage", ["half", "changed", "gone", "no marker", "half a marker"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "half",
+        "changed",
+        "gone",
+        "no marker",
+        "half a marker",
+        "[]",
+        "3",
+        '{"files": []}',
+        '{"files": {}}',
+    ],
+)
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,7 +98,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
         "gone": weights.unlink,
         "no marker": marker.unlink,
         "half a marker": lambda: marker.write_text(marker.read_text()[:20]),
-    }[damage]()
+    }.get(damage, lambda: marker.write_text(damage))()
     with caplog.at_level(logging.WARNING):
         assert newest(tmp_path) == 2
     assert "step_000003 is passed over" in caplog.text
@@ -120,8 +133,9 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
 
 
 def test_states_are_those_of_readable_markers(tmp_path: Path) -> None:
-    save(tmp_path, 2, 5, 6, keep=3)
+    save(tmp_path, 2, 4, 5, 6, keep=4)
     (tmp_path / "step_000002" / checkpoint.MARKER).unlink()
+    (tmp_path / "step_000004" / checkpoint.MARKER).write_text("[]")
     (tmp_path / "step_000005" / checkpoint.MARKER).write_text("{")
     assert checkpoint.states(tmp_path) == [{"step": 6}]
 

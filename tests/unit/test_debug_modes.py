@@ -88,6 +88,8 @@ def test_saved_rollouts_that_do_not_fit_are_named(
     )
     with pytest.raises(ValueError, match=r"train\.debug\.rollouts: .*" + message):
         alone.train()
+    if case in ("step", "empty"):
+        assert alone.sink.steps == []  # before the first step
 
 
 @pytest.mark.parametrize(

@@ -344,3 +344,28 @@ def test_checkpoint_state_is_the_history_and_the_best_so_far(
     assert state.hours > 0
     assert model.weights_digest(fresh.own.model) == model.weights_digest(run.own.model)
     assert np.isfinite(list(state.history[-1].values())).all()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"train": {"dynamic_sampling": {"filters": ["no.such:x"]}}}, r"filters\[0\]: module 'no'"),
+        (
+            {"train": {"dynamic_sampling": {"prompts_per_round": 7}}},
+            r"prompts_per_round is 7, but only 6",
+        ),
+        (
+            {"rollout": {"prompts_per_step": 7}},
+            r"rollout\.prompts_per_step is 7, but only 6 training",
+        ),
+    ],
+)
+def test_what_the_first_step_would_stop_at_is_told_before_anything_is_sampled(
+    overrides: dict[str, object], message: str, policy: Policy, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, tiny.params(**overrides), policy)
+    parts = run.parts()
+    sampler = tiny.ScriptedSampler(parts.renderer, tiny.saying())
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(grpo.train(replace(parts, sampler=sampler), run.params, resume=False))
+    assert sampler.requests == []

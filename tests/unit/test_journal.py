@@ -43,6 +43,23 @@ def test_a_line_that_a_kill_cut_short_is_as_if_never_written(tmp_path: Path, cut
     assert [json.loads(line)["at_ms"] for line in path.read_text().splitlines()] == [100, 900]
 
 
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe", b"{", b"[]", b'{"step": 0}', b"\x00" * 9, b"", b'{"a": 1}']
+)
+def test_a_damaged_line_is_passed_over_with_a_warning(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, clock(100))
+    for step in (0, 1):
+        journal.enter(step, {"a": 1.0}, {})
+    path.write_bytes(damage + b"\n" + path.read_bytes().split(b"\n", 1)[1])
+    with caplog.at_level(logging.WARNING):
+        again = Journal(path, clock(900))
+    assert "journal.jsonl line 1 is passed over" in caplog.text
+    assert [again.enter(step, {"a": 1.0}, {}).at_ms for step in (0, 1)] == [900, 101]
+
+
 def test_a_step_that_comes_out_differently_is_told_and_entered_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -278,8 +278,32 @@ def test_a_shard_that_is_gone_is_named(policy: Policy, tmp_path: Path) -> None:
         (lambda d: edit_config(d, lambda c: c.update(model_type="llama")), "is a 'llama'"),
         (lambda d: (d / "model.safetensors").unlink(), "cannot be loaded"),
         (lambda d: (d / "tokenizer.json").unlink(), "the tokenizer lacks"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "config.json is no JSON"),
+        (
+            lambda d: (d / "config.json").write_text("[]"),
+            "config.json must hold an object, got list",
+        ),
+        (lambda d: (d / "tokenizer.json").write_text("{"), "cannot be loaded"),
+        (lambda d: (d / "tokenizer_config.json").write_text("{"), "cannot be loaded"),
+        (lambda d: (d / hf_weights.INDEX).write_text("{"), f"{hf_weights.INDEX} cannot be read"),
+        (lambda d: (d / hf_weights.INDEX).write_text("{}"), f"{hf_weights.INDEX} cannot be read"),
+        (lambda d: (d / hf_weights.INDEX).write_text("[]"), f"{hf_weights.INDEX} cannot be read"),
     ],
-    ids=["no config", "another family", "no weights", "no tokenizer"],
+    ids=[
+        "no config",
+        "another family",
+        "no weights",
+        "no tokenizer",
+        "half a config",
+        "binary config",
+        "list as config",
+        "half a tokenizer",
+        "half a tokenizer config",
+        "half an index",
+        "empty index",
+        "list as index",
+    ],
 )
 def test_what_is_no_policy_is_refused_with_its_key(
     policy: Policy, tmp_path: Path, spoil: Callable[[Path], None], message: str

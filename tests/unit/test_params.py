@@ -33,6 +33,9 @@ def test_params_yaml_of_the_checkout_is_valid(root: Path) -> None:
         ({"env": {"build": "zoom"}}, 'env.build: String should match pattern'),
         ({"sampler": {"backend": "vllm"}}, "sampler.backend: Input should be 'hf' or 'sglang', got \"vllm\""),
         ({"loss": {"aggregation": "constant"}}, "constant_divisor is needed with aggregation: constant"),
+        ({"learner": {"betas": [0.9, 1.0]}}, "learner.betas.1: Input should be less than 1, got 1.0"),
+        ({"warmstart": {"betas": [1, 0.9]}}, "warmstart.betas.0: Input should be less than 1, got 1"),
+        ({"train": {"steps": 5, "debug": {"dump_step": 5}}}, "debug.dump_step 5 is no step of a run of 5"),
         ({"data": {"synthetic": {"min_value": 7}}}, "max_value 6 is below min_value 7"),
     ],
 )  # fmt: skip
