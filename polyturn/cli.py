@@ -183,6 +183,7 @@ def _play(chosen: argparse.Namespace) -> int:
     params = play.with_env(composed, chosen.env)
     problem = pick(chosen.problem, params, split=chosen.split)
     terminal = Terminal(chosen.pictures / problem.id.replace("/", "_"))
+    terminal.say("a reply is one line, a \\ at its end asks for another; Ctrl-D gives up")
     trajectory = play.play(play.Game(problem, params.env, params.rollout, params.seed), terminal)
     for line in play.outcome_lines(trajectory, play.grade(trajectory, params)):
         terminal.say(line)
