@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from polyturn.evaluate import (
     is_correct,
     summarize,
 )
+from polyturn.model import Policy
 from polyturn.params import Params
 from polyturn.render import Renderer
 from polyturn.sampler.base import SampleRequest
@@ -22,6 +24,7 @@ from polyturn.statistics import bootstrap_interval
 from polyturn.types import Group, Message, Problem, StopReason, Trajectory, Turn
 from polyturn.validation import validate
 from tests.unit import tiny
+from tests.unit.loop import Run
 from tests.unit.tiny import ScriptedSampler
 
 PROBLEMS = tiny.problems(4, "validation")
@@ -164,11 +167,13 @@ def test_evaluation_has_environment_params_of_its_own() -> None:
     assert settings.rollout == params.rollout
 
 
-def test_validation_uses_the_same_seeds_at_every_version(renderer: Renderer) -> None:
+def test_validation_uses_the_same_seeds_at_every_version(policy: Policy, tmp_path: Path) -> None:
+    parts = Run(tmp_path, tiny.params(), policy).parts()
     asked = []
     for version in (0, 20):
-        sampler = ScriptedSampler(renderer, tiny.saying("\\boxed{1}"))
-        score, metrics = asyncio.run(validate(PROBLEMS, sampler, renderer, tiny.params(), version))
+        sampler = ScriptedSampler(parts.renderer, tiny.saying("\\boxed{1}"), version=version)
+        tried = replace(parts, sampler=sampler, validation=PROBLEMS)
+        score, metrics = asyncio.run(validate(tried, tiny.params(), version))
         assert score.version == version
         assert metrics["eval/accuracy"] == score.accuracy
         assert metrics["eval/accuracy_low"] == score.accuracy_low
