@@ -27,7 +27,7 @@ def body(ctx: StageContext) -> None:
     engines = {"sampler": params.sampler.backend, "learner": params.learner.backend}
     ctx.run.set_tags({**engines, "num_processes": params.learner.num_processes})
     ctx.run.set_tags(_labels(params))
-    work = _work_dir(ctx)
+    work = work_dir(ctx)
     with lease.hold(work.with_suffix(".lock"), what=f"training run {work.name}", parent=None):
         if params.train.resume == "never":
             shutil.rmtree(work, ignore_errors=True)
@@ -54,10 +54,17 @@ def _labels(params: Params) -> dict[str, object]:
     return {"replayable": is_replayable(params), "debug.mode": mode}
 
 
-def _work_dir(ctx: StageContext) -> Path:
+def work_dir(ctx: StageContext) -> Path:
     """train.work_uri (or the stage's own directory) / the key of everything that changes the result."""
-    root = ctx.params.train.work_uri
-    return (Path(root) if root else ctx.work_dir) / work_key("train", ctx.params)
+    given = ctx.params.train.work_uri
+    root = Path(given) if given else ctx.work_dir
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"train.work_uri must be a directory that can be made and written, got {root}: {error.strerror}"
+        ) from None
+    return root / work_key("train", ctx.params)
 
 
 def _publish(ctx: StageContext, work: Path) -> None:
