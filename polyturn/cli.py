@@ -59,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except OSError as error:  # a path that cannot be read or written
+        print(
+            f"error: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr
+        )
+        return 2
     except KeyboardInterrupt:
         return 130
 

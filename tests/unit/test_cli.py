@@ -153,6 +153,16 @@ def test_what_cannot_be_done_is_one_clear_line(
     assert said in line
 
 
+def test_a_path_that_cannot_be_written_is_one_clear_line(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / "runs").write_text("a file where a directory belongs")
+    assert cli.main(["report"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "runs" in line
+
+
 def test_evaluate_prints_the_difference_that_pictures_make(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
