@@ -8,14 +8,16 @@ import logging
 import math
 import struct
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from polyturn.data.embedded import scale_to_bytes
 from polyturn.data.quarantine import RowError
-from polyturn.params import ImagesParams
+
+if TYPE_CHECKING:
+    from polyturn.params import ImagesParams
 
 _log = logging.getLogger(__name__)
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "PPM")
