@@ -47,7 +47,8 @@ def test_the_policy_is_registered_and_the_report_shows_it(checkout: Path):
         "reason": "there was no champion",
     }
     assert "polyturn-geo3k version 1" in (checkout / layout.REPORT).read_text()
-    client = MlflowClient(tracking_uri=f"sqlite:///{checkout}/mlflow.db")
+    uri = f"sqlite:///{checkout}/mlflow.db"
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)  # not the one an earlier test has set
     version = client.get_model_version_by_alias("polyturn-geo3k", "champion")
     scores = json.loads((checkout / layout.METRICS).read_text())["test"]["policy"]["sampled"]
     assert float(version.tags["accuracy"]) == scores["accuracy"]
