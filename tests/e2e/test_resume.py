@@ -249,10 +249,11 @@ def test_a_run_goes_on_with_another_number_of_processes_and_says_so(
 def test_a_full_disk_is_one_error_and_costs_no_checkpoint(
     project: ToyProject, undisturbed: Outputs, tmp_path: Path
 ) -> None:
-    """CKPT-20, CKPT-16: no checkpoint fits into 5 MB, but a policy does; then fewer steps than there are already are asked for."""
+    """CKPT-20, CKPT-16: no checkpoint fits, but a policy and the database do; then fewer steps than there are are asked for."""
     start_and_kill(project, after_checkpoint=2)
     kept = {p.name for p in (work_dir(project) / "checkpoints").glob("step_*")}
-    limited = f"ulimit -f 5000; exec {' '.join(TRAIN)}"
+    database_kb = (project.path / "mlflow.db").stat().st_size // 1024
+    limited = f"ulimit -f {max(5000, database_kb + 1500)}; exec {' '.join(TRAIN)}"
     result = project.run("bash", "-c", limited)
     assert result.returncode == 1, result.stdout
     errors = [line for line in result.stdout.splitlines() if line.startswith("error: stage train")]
