@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_vl.modeling_qwen3_vl import eager_attention_forward
 
+from polyturn.fused import opaque
 from polyturn.types import Span
 
 PREFIX = "polyturn_"
@@ -117,6 +118,7 @@ class Packing:
         return torch.from_numpy(values).to(self.device)
 
 
+@opaque  # its gathers depend on the samples; what stands around it compiles well
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float
 ) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from polyturn.fused import fused_scores
 from polyturn.model import Policy
 
 LOWEST = -1e4  # in place of the log of a banned token's probability 0, so that 0 log 0 is 0
@@ -25,26 +26,40 @@ class Scores:
     entropy: Tensor
 
 
+@dataclass(frozen=True)
+class HowToScore:
+    """What changes time and memory, not the numbers.
+
+    At most `chunk_tokens` rows of logits exist at a time (None: all at once): more than one chunk means that the
+    backward pass computes each chunk's logits anew. `is_compiled`: what follows the head is fused by torch.compile.
+    """
+
+    chunk_tokens: int | None = None
+    is_compiled: bool = False
+
+
+EAGER = HowToScore()
+
+
 def score(
     policy: Policy,
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
     *,
-    chunk_tokens: int | None = None,
     with_entropy_gradient: bool = False,
+    how: HowToScore = EAGER,
 ) -> Scores:
     """Score target tokens; hidden [N, H] are the states *before* each target, targets [N].
 
-    Temperature and banned tokens are the sampler's. At most `chunk_tokens` rows of logits exist at a time (None:
-    all at once): more than one chunk means that the backward pass computes each chunk's logits anew. The entropy
-    carries a gradient only on request.
+    Temperature and banned tokens are the sampler's. The entropy carries a gradient only on request.
     """
-    size = chunk_tokens or len(hidden)
+    size = how.chunk_tokens or len(hidden)
     is_again = len(hidden) > size and torch.is_grad_enabled()
-    run = _score_again if is_again else _score_chunk
+    head = _Head(policy, temperature, how.is_compiled)
+    run = head.scores_again if is_again else head.scores
     parts = [
-        run(policy, states, chosen, temperature)
+        run(states, chosen)
         for states, chosen in zip(
             hidden.split(max(1, size)), targets.split(max(1, size)), strict=True
         )
@@ -56,23 +71,29 @@ def score(
     )
 
 
-def _score_chunk(policy: Policy, hidden: Tensor, targets: Tensor, temperature: float) -> Scores:
-    logits = policy.model.lm_head(hidden).float()
-    scored = _Score.apply(logits, targets, temperature, list(policy.family.banned_ids))
-    return Scores(*cast("tuple[Tensor, Tensor]", scored))
+@dataclass(frozen=True)
+class _Head:
+    """The policy's head with the sampler's distribution on top."""
 
+    policy: Policy
+    temperature: float
+    is_compiled: bool
 
-def _score_again(policy: Policy, hidden: Tensor, targets: Tensor, temperature: float) -> Scores:
-    scored = checkpoint(
-        _score_chunk,
-        policy,
-        hidden,
-        targets,
-        temperature,
-        use_reentrant=False,
-        preserve_rng_state=False,
-    )
-    return cast("Scores", scored)
+    def scores(self, hidden: Tensor, targets: Tensor) -> Scores:
+        logits = self.policy.model.lm_head(hidden)
+        banned = list(self.policy.family.banned_ids)
+        if self.is_compiled:
+            scored = fused_scores(logits, targets, self.temperature, banned)
+        else:
+            scored = _Score.apply(logits.float(), targets, self.temperature, banned)
+        return Scores(*cast("tuple[Tensor, Tensor]", scored))
+
+    def scores_again(self, hidden: Tensor, targets: Tensor) -> Scores:
+        """The same; the backward pass computes it a second time instead of keeping it."""
+        scored = checkpoint(
+            self.scores, hidden, targets, use_reentrant=False, preserve_rng_state=False
+        )
+        return cast("Scores", scored)
 
 
 class _Context(Protocol):

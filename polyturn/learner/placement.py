@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from polyturn import fused
 from polyturn.learner import lora, sharding
 from polyturn.learner.scorer import Scorer
+from polyturn.logprobs import HowToScore
 from polyturn.model import Policy
 from polyturn.params import LearnerParams
 from polyturn.vision import TowerInTraining
@@ -46,6 +48,9 @@ class Placement:
         tower.freeze(self.is_tower_frozen)
         if self.params.lora is not None:
             lora.add_adapters(policy.model, self.params.lora, seed=seed)
+        if self.params.compile:  # inside of what is checkpointed
+            fused.compile_modules(sharding.decoder_layers(policy.model))
+            fused.compile_modules(sharding.vision_blocks(policy.model))
         if self.params.activation_checkpointing:
             sharding.checkpoint_activations(policy.model, with_vision=not self.is_tower_frozen)
         return self._placed(policy, tower)
@@ -64,4 +69,5 @@ class Placement:
             sharding.apply(root, sharding.mesh_of(self.device), self.params)
         else:
             root.to(self.device)
-        return Scorer(policy, root, tower, self.temperature, self.params.logit_chunk_tokens)
+        how = HowToScore(self.params.logit_chunk_tokens, self.params.compile)
+        return Scorer(policy, root, tower, self.temperature, how)

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyturn import vision
 from polyturn.learner import lora, sharding
 from polyturn.learner.scoring import score_batch
-from polyturn.logprobs import Scores
+from polyturn.logprobs import HowToScore, Scores
 from polyturn.model import Policy
 from polyturn.types import Batch
 
@@ -24,7 +24,7 @@ class Scorer:
     root: sharding.Root
     tower: vision.TowerInTraining
     temperature: float
-    chunk_tokens: int
+    how: HowToScore
 
     def score(
         self, batch: Batch, *, with_tower: bool, with_entropy_gradient: bool = False
@@ -40,8 +40,8 @@ class Scorer:
                 batch,
                 self.tower.features(batch.images) if with_tower else {},
                 self.temperature,
-                chunk_tokens=self.chunk_tokens,
                 with_entropy_gradient=with_entropy_gradient,
+                how=self.how,
             )
             # Copies: FSDP's hooks would be lost on views that somebody changes in place.
             return scores.logprobs.clone(), scores.entropy.clone()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyturn.attention import Packing
 from polyturn.forward import packed_states
-from polyturn.logprobs import Scores, score
+from polyturn.logprobs import EAGER, HowToScore, Scores, score
 from polyturn.model import Policy
 from polyturn.types import Batch
 from polyturn.vision import Features
@@ -26,8 +26,8 @@ def score_batch(
     features: Mapping[str, Features],
     temperature: float,
     *,
-    chunk_tokens: int | None = None,
     with_entropy_gradient: bool = False,
+    how: HowToScore = EAGER,
 ) -> Scores:
     """Logprobs and entropies of the trained tokens [N]; logits exist only where a token is trained.
 
@@ -51,8 +51,8 @@ def score_batch(
         hidden.index_select(0, batch.before) if number else hidden[:1],
         trained(batch, batch.token_ids) if number else batch.token_ids[:1],
         temperature,
-        chunk_tokens=chunk_tokens,
         with_entropy_gradient=with_entropy_gradient,
+        how=how,
     )
     return Scores(scores.logprobs[:number], scores.entropy[:number])
 

@@ -41,6 +41,13 @@ class LearnerParams(Section):
 
     backend: Literal["fsdp", "megatron"] = "fsdp"
     num_processes: PositiveInt = 1
+    # Megatron only: so many processes share each weight; num_processes / tensor_parallel of them split the samples.
+    tensor_parallel: PositiveInt = 1
+    # Megatron only: what lies between the shared weights (norms, residuals) is split over these processes by tokens.
+    sequence_parallel: bool = False
+    # Refused above 1 (docs/learner.md says why).
+    pipeline_parallel: PositiveInt = 1
+    context_parallel: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU where there is one
     num_threads: PositiveInt = 1  # of torch on CPU; two are slower at the demo's size
     lr: PositiveFloat = 3e-4
@@ -49,6 +56,7 @@ class LearnerParams(Section):
     decay_steps: PositiveInt = 40  # horizon of the schedule, in rollout batches
     min_lr_fraction: Fraction = 0.1
     betas: tuple[Beta, Beta] = (0.9, 0.98)
+    eps: PositiveFloat = 1e-8  # AdamW's, added to the root of the second moment
     weight_decay: NonNegativeFloat = 0.0
     grad_clip: PositiveFloat = 1.0
     freeze_vision: bool = True
@@ -63,6 +71,8 @@ class LearnerParams(Section):
     activation_checkpointing: bool = (
         False  # compute each layer twice instead of keeping its activations
     )
+    # torch.compile layers and loss: on a GPU fewer, larger kernels; the first step takes a minute longer.
+    compile: bool = False
     # Several processes: gather a layer's weights anew for the backward pass (false: keep them, more memory).
     reshard_after_forward: bool = True
     lora: LoraParams | None = None  # null: all weights are trained
@@ -78,5 +88,19 @@ class LearnerParams(Section):
             raise ValueError(
                 f"lora.vision_modules trains the vision tower, which freeze_vision: true forbids, got "
                 f"{list(self.lora.vision_modules)}; set freeze_vision to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layout(self) -> LearnerParams:
+        if self.num_processes % self.tensor_parallel:
+            raise ValueError(
+                f"num_processes must be a multiple of tensor_parallel, which is {self.tensor_parallel}, got "
+                f"{self.num_processes}; set num_processes to {self.tensor_parallel} or a multiple"
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "sequence_parallel splits tokens over the processes of tensor_parallel, which is 1; raise that, or set "
+                "sequence_parallel to false"
             )
         return self

@@ -13,6 +13,7 @@ from polyturn import vision
 from polyturn.attention import Packing, _padded, _varlen
 from polyturn.batching import collate
 from polyturn.learner.scoring import score_batch
+from polyturn.logprobs import HowToScore
 from polyturn.model import Policy
 from polyturn.render import Renderer
 from polyturn.types import Span, TrainingSample
@@ -77,7 +78,7 @@ def scores(
     batch = collate(chosen, [1.0] * len(chosen), Renderer(policy))
     encoded = vision.encode(policy, vision.PatchReader(policy), batch.images)
     features = {image.sha256: made for image, made in zip(batch.images, encoded, strict=True)}
-    return score_batch(policy, batch, features, 1.0, chunk_tokens=chunk_tokens).logprobs
+    return score_batch(policy, batch, features, 1.0, how=HowToScore(chunk_tokens)).logprobs
 
 
 @torch.no_grad()

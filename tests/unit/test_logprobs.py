@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from polyturn.forward import token_distribution
-from polyturn.logprobs import Scores, _Score, score
+from polyturn.logprobs import HowToScore, Scores, _Score, score
 from polyturn.model import Policy
 from tests.unit import tiny
 
@@ -61,7 +61,7 @@ def test_chunks_change_neither_scores_nor_gradients(
             hidden,
             targets_of(number),
             0.8,
-            chunk_tokens=chunk,
+            how=HowToScore(chunk),
             with_entropy_gradient=with_entropy,
         )
         assert scores.entropy.requires_grad == with_entropy
@@ -77,7 +77,7 @@ def test_chunks_change_neither_scores_nor_gradients(
 
 
 def test_no_tokens_have_no_scores(policy: Policy) -> None:
-    scores = score(policy, states(0), targets_of(0), 1.0, chunk_tokens=4)
+    scores = score(policy, states(0), targets_of(0), 1.0, how=HowToScore(4))
     assert scores.logprobs.shape == scores.entropy.shape == (0,)
 
 
@@ -103,7 +103,7 @@ def test_memory_grows_with_the_chunk_and_not_with_the_tokens() -> None:
         wide.model.lm_head.weight.grad = torch.zeros(8192, 64)
 
         def run() -> None:
-            scores = score(wide, hidden, targets_of(number), 1.0, chunk_tokens=chunk)
+            scores = score(wide, hidden, targets_of(number), 1.0, how=HowToScore(chunk))
             scores.logprobs.sum().backward()
 
         return run
