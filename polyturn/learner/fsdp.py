@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,14 +22,14 @@ from polyturn import vision
 from polyturn.learner import lora
 from polyturn.learner.base import Logprobs, NonFiniteError, UpdateStats
 from polyturn.learner.export import exported
+from polyturn.learner.objective import loss_terms
 from polyturn.learner.offload import HostCopy
 from polyturn.learner.placement import Placement
 from polyturn.learner.scorer import Reference, frozen_copy
-from polyturn.learner.scoring import trained
 from polyturn.learner.sharding import whole
-from polyturn.learner.shares import Share, Splitter, is_scored, spread
+from polyturn.learner.shares import Share, Splitter, is_scored, mean_gap, spread
 from polyturn.learner.state import LearnerState
-from polyturn.loss import LossInputs, MetricSums, merged, policy_loss, token_weights
+from polyturn.loss import MetricSums, merged, token_weights
 from polyturn.memory import lowered_by
 from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
@@ -78,6 +77,7 @@ class FsdpLearner:
             self._trained,
             lr=self.params.lr,
             betas=self.params.betas,
+            eps=self.params.eps,
             weight_decay=self.params.weight_decay,
             fused=True if self._device.type == "cuda" else None,
         )
@@ -158,20 +158,9 @@ class FsdpLearner:
             with_tower=share.with_tower,
             with_entropy_gradient=self.loss.needs_entropy_gradient,
         )
-        sampled = trained(batch, batch.logprobs)
-        if is_on_policy:
-            old = scores.logprobs.detach()
-        inputs = LossInputs(
-            logprobs=scores.logprobs,
-            old_logprobs=sampled if old is None else old,
-            sampler_logprobs=sampled,
-            reference_logprobs=reference,
-            entropy=scores.entropy,
-            advantages=trained(batch, batch.advantages),
-            weights=trained(batch, batch.weights),
-            sequence=trained(batch, batch.sequence),
+        terms = loss_terms(
+            self.loss, batch, scores, reference=reference, old=old, is_on_policy=is_on_policy
         )
-        terms = policy_loss(inputs, self.loss)
         terms.loss.backward()
         return terms.sums
 
@@ -192,12 +181,7 @@ class FsdpLearner:
 
     def logprob_gap(self, samples: Sequence[TrainingSample]) -> float:
         """Mean |learner - sampler| logprob over the trained tokens (0 if there are none), without training."""
-        gaps = [
-            np.abs(own - sample.logprobs)[is_scored(sample)]
-            for own, sample in zip(self.logprobs(samples), samples, strict=True)
-        ]
-        joined = np.concatenate([np.zeros(0), *gaps])
-        return float(joined.mean()) if len(joined) else 0.0
+        return mean_gap(self.logprobs(samples), samples)
 
     # -- weights ----------------------------------------------------------------------------------------------
 

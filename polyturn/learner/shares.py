@@ -84,6 +84,16 @@ def spread(
     return found
 
 
+def mean_gap(own: Sequence[Logprobs], samples: Sequence[TrainingSample]) -> float:
+    """Mean |own - sampler's| logprob over the trained tokens of all samples, 0 if there are none."""
+    gaps = [
+        np.abs(mine - sample.logprobs)[is_scored(sample)]
+        for mine, sample in zip(own, samples, strict=True)
+    ]
+    joined = np.concatenate([np.zeros(0), *gaps])
+    return float(joined.mean()) if len(joined) else 0.0
+
+
 def is_scored(sample: TrainingSample) -> npt.NDArray[np.bool_]:
     """Which tokens are trained, [T]: those of the mask but the first, before which nothing stands."""
     mask = sample.loss_mask == 1

@@ -71,7 +71,7 @@ class LearnerState:
         Raises:
             OSError: a file cannot be written.
         """
-        with _told_plainly():
+        with told_plainly():
             save(
                 dict(tensors),
                 storage_writer=FileSystemWriter(directory),
@@ -103,7 +103,7 @@ class LearnerState:
             raise StateError(
                 f"the learner state in {directory} is not of this model and these learner params: {told}"
             )
-        with _told_plainly():
+        with told_plainly():
             load(
                 own,
                 storage_reader=FileSystemReader(directory),
@@ -152,7 +152,7 @@ def _copied(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 @contextmanager
-def _told_plainly() -> Iterator[None]:
+def told_plainly() -> Iterator[None]:
     """Errors as what they were on the rank that failed, and no warning about a run of one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -17,6 +17,7 @@ OPTIMIZER = {
     "decay_steps",
     "min_lr_fraction",
     "betas",
+    "eps",
     "weight_decay",
     "grad_clip",
 }
