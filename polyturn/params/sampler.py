@@ -26,6 +26,9 @@ class SglangParams(Section):
     deterministic: bool = True
     attention_backend: str = "triton"
     vision_attention_backend: str = "triton_attn"
+    # How the server's tokenizer hands pictures' features to its engine: through host memory, or as handles of GPU
+    # memory, which admits a request with a picture in 11 ms instead of 17 and takes 1 GiB of the GPU
+    picture_transport: Literal["host", "cuda_ipc"] = "host"
     extra_flags: tuple[str, ...] = ()  # of sglang.launch_server, after polyturn's own
     # How new weights reach the servers. tensor: CUDA IPC, trainer and server on the same GPUs;
     # distributed: NCCL, on other GPUs; disk: a directory that both see

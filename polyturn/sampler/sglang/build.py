@@ -17,6 +17,7 @@ from polyturn.sampler.sglang.process import (
     Launch,
     ServerProcess,
     command,
+    environment,
     free_port,
     start,
 )
@@ -146,7 +147,8 @@ def _start(params: Params, site: Site, number: int, port: int) -> ServerProcess:
     )
     # Servers that do not take requests' seeds would give siblings on two of them equal replies.
     seed = params.seed + number
-    return start(command(launch, chosen, seed=seed, port=port), port, log)
+    argv = command(launch, chosen, seed=seed, port=port)
+    return start(argv, port, log, environment(chosen))
 
 
 def _transfer(chosen: SglangParams, dtype: torch.dtype, site: Site) -> Transfer:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,7 +137,15 @@ class ServerProcess:
         return f"the end of its log {self.log}:\n{text[-_LOG_TAIL:]}"
 
 
-def start(argv: Sequence[str], port: int, log: Path) -> ServerProcess:
+def environment(params: SglangParams) -> dict[str, str]:
+    """What the servers' environment holds beside this process's own."""
+    uses_ipc = params.picture_transport == "cuda_ipc"
+    return {**ENVIRONMENT, "SGLANG_USE_CUDA_IPC_TRANSPORT": str(int(uses_ipc))}
+
+
+def start(
+    argv: Sequence[str], port: int, log: Path, env: Mapping[str, str] = ENVIRONMENT
+) -> ServerProcess:
     """Start a server as the leader of a process group that dies with this process."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
@@ -145,7 +153,7 @@ def start(argv: Sequence[str], port: int, log: Path) -> ServerProcess:
             die_with_parent.command(argv),
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **env},
             start_new_session=True,
         )
     logger.info("SGLang server %d on port %d, log %s", popen.pid, port, log)

@@ -131,7 +131,7 @@ class FakeServer:
             await self._sampler.generate(
                 [
                     SampleRequest(
-                        session=content["rid"],
+                        session=content.get("rid", "bare"),
                         engine_ids=tuple(content["input_ids"]),
                         images=images,
                         seed=sampling.get("sampling_seed", 42),
@@ -152,6 +152,7 @@ class FakeServer:
             "meta_info": {
                 "prompt_tokens": reply.prompt_length + (3 if fault == "longer prompt" else 0),
                 "cached_tokens": 0,
+                "completion_tokens": len(ids),
                 "weight_version": version,
                 "output_token_logprobs": scored,
                 "finish_reason": {"type": reply.finish_reason, **matched},

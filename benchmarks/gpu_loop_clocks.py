@@ -1,0 +1,159 @@
+"""Clocks of benchmarks/gpu_loop.py: on the learner's passes, the recorder and the GPU, and the logprob gap by turn."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from polyturn.candidates import Candidates
+from polyturn.learner.base import UpdateStats
+from polyturn.learner.fsdp import FsdpLearner
+from polyturn.learner.shares import is_scored
+from polyturn.recorder import Recorder
+from polyturn.types import TrainingSample
+
+_SAMPLE_S = 0.05  # between two looks at the GPU
+
+
+@dataclass
+class Gap:
+    """Sampler against learner on the first trajectory of each group: logprob differences by turn."""
+
+    by_turn: dict[int, list[float]] = field(default_factory=dict)
+
+    def add(self, sample: TrainingSample, own: np.ndarray) -> None:
+        """Take a sample and the learner's logprobs of it."""
+        scored = is_scored(sample)
+        turn = np.cumsum(np.diff(scored.astype(int), prepend=0) == 1)
+        for number in range(1, int(turn.max(initial=0)) + 1):
+            chosen = scored & (turn == number)
+            self.by_turn.setdefault(number, []).extend((own - sample.logprobs)[chosen].tolist())
+
+    def table(self) -> dict[str, object]:
+        """Mean, 99th percentile, share above ln 2, and k3 (mean of r - 1 - ln r) of learner against sampler."""
+        rows = {f"turn_{turn}": np.array(found) for turn, found in sorted(self.by_turn.items())}
+        if not rows:
+            return {}
+        rows["all"] = np.concatenate(list(rows.values()))
+        return {
+            name: {
+                "tokens": len(found),
+                "mean": float(np.abs(found).mean()),
+                "p99": float(np.quantile(np.abs(found), 0.99)),
+                "share_above_ln2": float((np.abs(found) > math.log(2)).mean()),
+                "k3": float((np.exp(found) - 1 - found).mean()),
+            }
+            for name, found in rows.items()
+        }
+
+
+class TimedLearner(FsdpLearner):
+    """The learner with a clock on its passes."""
+
+    logprobs_s: float = 0.0
+    train_s: float = 0.0
+    gap: Gap | None = None
+
+    def logprob_gap(self, samples: Sequence[TrainingSample]) -> float:
+        """As the learner does, with every difference kept."""
+        with self._clock() as took:
+            found = self.logprobs(samples)
+        self.logprobs_s = took()
+        gap = self.gap or Gap()
+        for sample, own in zip(samples, found, strict=True):
+            gap.add(sample, own)
+        gaps = [np.abs(o - s.logprobs)[is_scored(s)] for s, o in zip(samples, found, strict=True)]
+        return float(np.concatenate(gaps).mean())
+
+    def update(self, samples: Sequence[TrainingSample], **options: object) -> UpdateStats:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As the learner does."""
+        with self._clock() as took:
+            stats = super().update(samples, **options)  # pyright: ignore[reportArgumentType]
+        self.train_s += took()
+        return stats
+
+    @contextmanager
+    def _clock(self) -> Iterator[Callable[[], float]]:
+        wait(self._device)
+        started = time.monotonic()
+        ended: list[float] = []
+        yield lambda: ended[0] - started
+        wait(self._device)
+        ended.append(time.monotonic())
+
+
+class TimedRecorder(Recorder):
+    """The recorder with a clock on its trajectory files."""
+
+    record_s: float = 0.0
+
+    def rollout(self, *given: object) -> None:
+        """As the recorder does."""
+        started = time.monotonic()
+        super().rollout(*given)  # pyright: ignore[reportArgumentType]
+        self.record_s = time.monotonic() - started
+
+
+class Unpublished(Candidates):
+    """No policy is written: the loop is measured, not the disk."""
+
+    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take nothing."""
+
+
+def wait(device: torch.device) -> None:
+    """Let the GPU end what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class GpuWatch:
+    """Looks at the GPU's utilisation and used memory in a thread; without NVML it has seen nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float, float]] = []  # monotonic s, busy share, used GiB
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> GpuWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(Exception):  # no NVML here: nothing is told
+            import pynvml  # noqa: PLC0415  (GPU hosts only)
+
+            pynvml.nvmlInit()
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+            while not self._stop.wait(_SAMPLE_S):
+                busy = float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu) / 100
+                used = float(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) / 2**30
+                self.seen.append((time.monotonic(), busy, used))
+
+    def idle(self, start: float, stop: float) -> float | None:
+        """Share of the time without a kernel, between two monotonic times."""
+        busy = [share for at, share, _ in self.seen if start <= at <= stop]
+        return 1 - sum(busy) / len(busy) if busy else None
+
+    @property
+    def peak_gib(self) -> float | None:
+        """Most memory that all processes together had."""
+        return max((used for *_, used in self.seen), default=None)
