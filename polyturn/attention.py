@@ -8,6 +8,8 @@ H heads, K key and value heads, D head dimension.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -150,13 +152,8 @@ def _padded(tokens: Sequence[Tensor], packing: Packing, scaling: float) -> Tenso
 
 
 def _varlen(tokens: Sequence[Tensor], packing: Packing, scaling: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (CUDA builds only)
-
     query, key, value = (_gather(tensor, packing.gather) for tensor in tokens)
-    copies = query.shape[1] // key.shape[1]
-    if copies > 1:  # torch 2.11 has no enable_gqa
-        key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
-    output = varlen_attn(
+    output = _varlen_kernel()(
         query,
         key,
         value,
@@ -168,6 +165,15 @@ def _varlen(tokens: Sequence[Tensor], packing: Packing, scaling: float) -> Tenso
         window_size=(-1, 0),
     )
     return _gather(cast("Tensor", output), packing.scatter)
+
+
+@functools.cache
+def _varlen_kernel() -> Callable[..., object]:
+    """Takes fewer key heads than query heads: torch 2.11 as they come, later versions want to be told."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (CUDA builds only)
+
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if has_flag else varlen_attn
 
 
 def _gather(tensor: Tensor, index: Tensor) -> Tensor:
