@@ -39,6 +39,7 @@ from gpu_loop_engine import Order  # noqa: E402
 from gpu_loop_modes import MODES, PHASES, Bench, run_mode  # noqa: E402
 from gpu_loop_orders import Contest, compare, first_requests, second_server  # noqa: E402
 
+from benchmarks import shapes  # noqa: E402
 from polyturn import environment, model  # noqa: E402
 from polyturn.model import Policy  # noqa: E402
 from polyturn.params import Params, parse  # noqa: E402
@@ -135,7 +136,7 @@ def opened(options: argparse.Namespace) -> Iterator[Bench]:
     """Model, server and learner; all ends with the context."""
     started = time.monotonic()
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
-    shape = work.TINY if options.cpu_smoke else work.B2
+    shape = shapes.TINY if options.cpu_smoke else shapes.QWEN3_VL_2B
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu_loop_")))
         policy = work.build_policy(shape, device)
@@ -160,7 +161,7 @@ def opened(options: argparse.Namespace) -> Iterator[Bench]:
             policy, Renderer(policy), params.learner, params.loss, 1.0, device=device
         )
         watch = stack.enter_context(GpuWatch())
-        bench = Bench(options, params, policy, learner, sampler, watch, directory, shape, started)
+        bench = Bench(options, params, policy, learner, sampler, watch, directory, started)
         bench.result |= {
             "facts": {**facts(options, params), "server_up_s": round(server_s, 1)},
             **found,
@@ -181,10 +182,9 @@ def _orders(
     """Mode `orders`, before there is a learner on the GPU."""
     if "orders" not in options.modes.split(","):
         return {}
-    shape = work.TINY if options.cpu_smoke else work.B2
     num_prompts, group_size = (2, 2) if options.cpu_smoke else (16, 8)
     asked = first_requests(
-        work.problems(policy, shape, num_prompts, work.SQUARE, 99),
+        work.problems(policy, num_prompts, work.SQUARE, 99),
         Renderer(policy),
         sampler.settings,
         (group_size, options.tokens),

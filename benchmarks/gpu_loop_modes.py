@@ -62,7 +62,6 @@ class Bench:
     sampler: SglangSampler
     watch: GpuWatch
     directory: Path
-    shape: work.Shape
     started: float
     result: dict[str, object] = field(default_factory=dict)
 
@@ -182,8 +181,8 @@ def run_mode(bench: Bench, name: str) -> None:
     params = mode_params(bench, mode, steps)
     count = params.rollout.prompts_per_step * steps
     seed = 1 + list(MODES).index(name)
-    train = work.problems(bench.policy, bench.shape, count, mode.sizes, seed)
-    held_out = work.problems(bench.policy, bench.shape, 1, mode.sizes, 100 + seed)
+    train = work.problems(bench.policy, count, mode.sizes, seed)
+    held_out = work.problems(bench.policy, 1, mode.sizes, 100 + seed)
     turns = FullTurns(bench.sampler, reply_lengths(mode, is_tiny=options.cpu_smoke))
     sink = Steps(bench, turns)
     directory = bench.directory / name

@@ -15,21 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from polyturn import model, small_model
+from benchmarks import shapes
+from benchmarks.shapes import Shape
 from polyturn.envs.base import Observation, image_record
 from polyturn.model import Policy
-from polyturn.params import RewardParams, SmallModelParams
-from polyturn.processor import (
-    END_OF_TURN,
-    IMAGE_PAD,
-    PADDING,
-    VIDEO_PAD,
-    VISION_END,
-    VISION_START,
-    save_processor,
-)
+from polyturn.params import RewardParams
+from polyturn.processor import save_processor
 from polyturn.reward import correctness
 from polyturn.types import ImageRecord, Message, Problem, Trajectory
 
@@ -43,117 +35,15 @@ GEO3K = (
 SHOWN = "That is not the answer yet. Look at the figure again, check each step and give the answer in \\boxed{}."
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a Qwen3-VL, and the tokens of a question."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocabulary: int
-    vision_hidden: int
-    vision_layers: int
-    vision_ffn: int
-    deepstack: tuple[int, ...]
-    question_tokens: tuple[int, int]
-
-
-B2 = Shape(
-    hidden=2048,
-    layers=28,
-    heads=16,
-    kv_heads=8,
-    head_dim=128,
-    ffn=6144,
-    vocabulary=151_936,
-    vision_hidden=1024,
-    vision_layers=24,
-    vision_ffn=4096,
-    deepstack=(5, 11, 17),
-    question_tokens=(92, 108),
-)
-TINY = replace(
-    B2,
-    hidden=64,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=32,
-    ffn=128,
-    vocabulary=2048,
-    vision_hidden=48,
-    vision_layers=3,
-    vision_ffn=96,
-    deepstack=(0,),
-    question_tokens=(20, 30),
-)
+QUESTION_TOKENS = (92, 108)
 
 
 def build_policy(shape: Shape, device: torch.device) -> Policy:
-    """Random bfloat16 weights (float32 on a CPU) under a tokenizer of its own; the end token is banned too."""
-    texts = [question(random.Random(number)) for number in range(200)]
-    tokenizer = small_model.train_tokenizer([*texts, SHOWN], 1024)
-    token_id = tokenizer.convert_tokens_to_ids
-    half = shape.head_dim // 2
-    section = half * 5 // 16
-    config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": shape.vocabulary,
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.ffn,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "max_position_embeddings": 262_144,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": token_id(END_OF_TURN),
-            "pad_token_id": token_id(PADDING),
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 5e6,
-                "mrope_section": [half - 2 * section, section, section],
-                "mrope_interleaved": True,
-            },
-        },
-        vision_config={
-            "depth": shape.vision_layers,
-            "hidden_size": shape.vision_hidden,
-            "intermediate_size": shape.vision_ffn,
-            "num_heads": shape.heads,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": shape.hidden,
-            "num_position_embeddings": 2304,
-            "deepstack_visual_indexes": list(shape.deepstack),
-        },
-        tie_word_embeddings=True,
-        image_token_id=token_id(IMAGE_PAD),
-        video_token_id=token_id(VIDEO_PAD),
-        vision_start_token_id=token_id(VISION_START),
-        vision_end_token_id=token_id(VISION_END),
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    try:
-        with device:
-            network = Qwen3VLForConditionalGeneration(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    """Random weights in bfloat16 (float32 on a CPU); the end token is banned too."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    policy = shapes.policy(shape, device=device, dtype=dtype)
     with torch.no_grad():
-        network.model.visual.pos_embed.weight.normal_(0, 0.1)
-    network.generation_config.eos_token_id = token_id(END_OF_TURN)
-    network.generation_config.pad_token_id = token_id(PADDING)
-    sizes = SmallModelParams(
-        patch_size=16, image_pixels=448 * 448, image_mean=0.5, image_std=0.5, vocab_size=1024
-    )
-    policy = model.wrap(network, small_model.build_processor(sizes, tokenizer))
+        policy.model.model.visual.pos_embed.weight.normal_(0, 0.1)
     family = policy.family
     banned = tuple(sorted({*family.banned_ids, family.end_of_turn_id}))
     return replace(policy, family=replace(family, banned_ids=banned))
@@ -173,14 +63,14 @@ def question(rng: random.Random) -> str:
 
 
 def problems(
-    policy: Policy, shape: Shape, count: int, sizes: tuple[tuple[int, int], ...], seed: int
+    policy: Policy, count: int, sizes: tuple[tuple[int, int], ...], seed: int
 ) -> list[Problem]:
     """Problems with a picture each, no two the same."""
     rng = random.Random(seed)
     tokenizer = policy.processor.tokenizer
     made: list[Problem] = []
     for number in range(count):
-        wanted = rng.randint(*shape.question_tokens)
+        wanted = rng.randint(*QUESTION_TOKENS)
         text = ""
         while len(ids := tokenizer(text)["input_ids"]) < wanted:
             text += question(rng)
