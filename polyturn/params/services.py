@@ -13,9 +13,10 @@ class RegistryParams(Section):
     """The MLflow model registry."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w. -]*$")] = "polyturn-geo3k"
-    min_gain: NonNegativeFloat = (
-        0.0  # the champion moves when accuracy exceeds the old one's by more
-    )
+    # The champion moves when the lower bound of the paired difference in accuracy exceeds it (docs/registry.md).
+    min_gain: NonNegativeFloat = 0.0
+    promote_on_register: bool = True  # false: only `polyturn promote` moves a champion
+    evaluation_pictures: NonNegativeInt = 1000  # pictures of test problems kept for comparisons
 
 
 class TrackingParams(Section):
@@ -24,12 +25,24 @@ class TrackingParams(Section):
     uri: str = "sqlite:///mlflow.db"  # relative SQLite paths are resolved at the main checkout
     experiment: str = "polyturn"
     artifact_location: str | None = None  # None: mlartifacts beside the SQLite file
-    timeout_s: PositiveFloat = 10.0  # how long an unreachable server is waited for
+    timeout_s: PositiveFloat = 10.0  # how long an answer of the server is waited for
+    # How long a server that is away is waited for where nothing goes on without it: at the start of a stage, to
+    # register, and at the end (what is not delivered by then is by the next start). Steps of training do not wait.
+    outage_s: NonNegativeFloat = 150.0
+    system_metrics_s: NonNegativeFloat = 10.0  # between samples of CPU, memory, GPUs; 0: none
     traces_per_step: NonNegativeInt = (
         2  # trajectories of a training step logged as traces, 0.15 s each
     )
     # Step files of a training run kept as its artifacts, evenly spaced, for `polyturn view RUN_ID`.
     trajectory_files: NonNegativeInt = 8
+
+
+class StorageParams(Section):
+    """The bucket that machines share; addresses only, never part of a result. Credentials come from the environment."""
+
+    # s3://BUCKET/PREFIX: DVC's default remote (`polyturn storage` or any run in a worktree writes it to .dvc/config.local).
+    url: Annotated[str, Field(pattern=r"^s3://[^/]+")] | None = None
+    endpoint_url: str | None = None  # of a server other than AWS; also of train.work_uri
 
 
 class DoctorParams(Section):

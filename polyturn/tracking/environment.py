@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import shutil
 import subprocess
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from polyturn import layout
+from polyturn.tracking import machine
+
+_MAX_UNTRACKED_BYTES = (
+    1_000_000  # a file that git does not know yet and is larger is named, not kept
+)
+_CODE = (".py", ".yaml", ".yml", ".toml", ".json", ".jinja", ".md", ".txt", ".sh", ".cfg", ".ini")
+_OUTPUTS = (
+    layout.DVC_LOCK,
+    layout.METRICS,
+    layout.REGISTERED,
+)  # the pipeline's own, recorded elsewhere
 NAMED_PACKAGES = ("torch", "transformers", "mlflow", "prefect", "dvc", "numpy", "pillow")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The circumstances of a run; `commit` is None outside a git repository, `diff` is "" for a clean tree."""
+    """The circumstances of a run; `commit` is None outside a git repository, `diff` is "" for a clean tree.
+
+    `diff` is from the commit to the working tree as `git apply` takes it, with the text files that git does not know
+    yet. `untracked` are all files of that kind, also those that are no text or too large for it.
+    """
 
     commit: str | None
     branch: str | None
@@ -24,7 +43,17 @@ class Environment:
     platform: str
     cpu_model: str
     num_cpus: int
+    gpus: tuple[machine.Gpu, ...]
     packages: dict[str, str]  # distribution -> version, sorted
+    sources: dict[str, str]  # distribution -> address, of those that are from no index
+
+    def requirements(self) -> str:
+        """All that is installed as pip reads it (what `pip freeze` prints)."""
+        lines = [
+            f"{name} @ {self.sources[name]}" if name in self.sources else f"{name}=={version}"
+            for name, version in self.packages.items()
+        ]
+        return "".join(f"{line}\n" for line in lines)
 
     def named_versions(self) -> dict[str, str]:
         """Versions of the packages that results depend on most."""
@@ -34,17 +63,19 @@ class Environment:
 def capture(root: Path) -> Environment:
     """Look at the repository that `root` lies in, the interpreter and the machine."""
     branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD")
-    untracked = _git(root, "ls-files", "--others", "--exclude-standard") or ""
+    untracked = _untracked(root)
     return Environment(
         commit=commit(root),
         branch=branch.strip() if branch else None,
-        diff=_git(root, "diff", "HEAD") or "",
-        untracked=tuple(untracked.splitlines()),
+        diff=_diff(root, untracked),
+        untracked=tuple(untracked),
         python=platform.python_version(),
         platform=platform.platform(),
-        cpu_model=_cpu_model(),
-        num_cpus=_num_cpus(),
+        cpu_model=machine.cpu_model(),
+        num_cpus=machine.num_cpus(),
+        gpus=machine.gpus(),
         packages=installed_packages(),
+        sources=_sources(),
     )
 
 
@@ -64,24 +95,63 @@ def installed_packages() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def _sources() -> dict[str, str]:
+    """What was installed from a directory, an archive or a repository, and from where (PEP 610)."""
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        text = distribution.read_text("direct_url.json")
+        if text:
+            record = json.loads(text)
+            version = record.get("vcs_info", {})
+            address = (
+                f"{version['vcs']}+{record['url']}@{version['commit_id']}"
+                if version
+                else record["url"]
+            )
+            found[str(distribution.metadata["Name"] or "").lower().replace("_", "-")] = address
+    return dict(sorted(found.items()))
+
+
+def _untracked(root: Path) -> list[str]:
+    listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
+    return [name for name in listed.split("\0") if name and Path(name) not in _OUTPUTS]
+
+
+def _diff(root: Path, untracked: list[str]) -> str:
+    """From the commit to the working tree, with new files of code; git's own index and objects stay as they are."""
+    found = _git(root, "rev-parse", "--git-path", "index", "--git-path", "objects")
+    if commit(root) is None or found is None:
+        return ""
+    index, objects = (root / line for line in found.splitlines())
+    left_out = [*map(str, _OUTPUTS), *(name for name in untracked if not _is_code(root / name))]
+    with TemporaryDirectory() as directory:
+        env = {
+            "GIT_INDEX_FILE": f"{directory}/index",
+            "GIT_OBJECT_DIRECTORY": directory,
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(objects.resolve()),
+        }
+        if index.is_file():
+            shutil.copyfile(index, f"{directory}/index")
+        excluded = [f":(exclude,literal,top){name}" for name in left_out]
+        _git(root, "add", "--all", "--", ":/", *excluded, env=env)
+        return _git(root, "diff", "--cached", "--binary", "HEAD", env=env) or ""
+
+
+def _is_code(path: Path) -> bool:
+    """Text that a run may depend on; not data, and not what people keep their passwords in."""
+    return path.suffix in _CODE and path.is_file() and path.stat().st_size <= _MAX_UNTRACKED_BYTES
+
+
+def _git(root: Path, *arguments: str, env: dict[str, str] | None = None) -> str | None:
     try:
         result = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, check=True, timeout=30
+            ["git", *arguments],
+            cwd=root,
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            check=True,
+            timeout=30,
         )
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.decode(errors="replace")
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
-
-
-def _num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,10 +1,13 @@
-"""Runs whose process was killed (SIGKILL, power) stay RUNNING; the next start on the same host closes them."""
+"""Runs whose process was killed (SIGKILL, power) stay RUNNING: the next start closes them, at once on the same host,
+elsewhere when their last sign of life is old."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
+import time
+from collections.abc import Mapping
 
 from mlflow.entities import RunTag
 
@@ -15,29 +18,46 @@ logger = logging.getLogger(__name__)
 
 _HOST_TAG = "polyturn.host"
 _PROCESS_TAG = "polyturn.process"
+_HEARTBEAT_TAG = "polyturn.heartbeat"  # Unix time, written every minute
+_SILENCE_S = 900.0  # so long without a sign of life is death: several outages of the server fit in
 
 
 def owner_tags() -> dict[str, str]:
     """Tags that say which process owns a run."""
-    return {_HOST_TAG: _host(), _PROCESS_TAG: str(processes.current())}
+    return {
+        _HOST_TAG: _host(),
+        _PROCESS_TAG: str(processes.current()),
+        **heartbeat_tags(time.time()),
+    }
+
+
+def heartbeat_tags(now_s: float) -> dict[str, str]:
+    """The tag that says when the owner was last seen alive."""
+    return {_HEARTBEAT_TAG: f"{now_s:.0f}"}
 
 
 def close_orphans(store: Store) -> list[str]:
-    """Mark the RUNNING runs of this host whose process is gone as KILLED; returns their ids."""
-    running = store.client.search_runs(
-        [store.experiment_id],
-        f"attributes.status = 'RUNNING' and tags.`{_HOST_TAG}` = '{_host()}'",
-    )
+    """Mark RUNNING runs whose process is gone (on this host) or long silent (elsewhere) as KILLED; returns their ids."""
+    running = store.client.search_runs([store.experiment_id], "attributes.status = 'RUNNING'")
     dead: list[str] = []
     for run in running:
-        owner = run.data.tags.get(_PROCESS_TAG)
-        if owner and not processes.parse(owner).is_alive:
+        reason = _cause_of_death(run.data.tags)
+        if reason:
             run_id = str(run.info.run_id)
-            store.client.log_batch(run_id, tags=[RunTag("ended_by", "process found dead")])
+            store.client.log_batch(run_id, tags=[RunTag("ended_by", reason)])
             store.client.set_terminated(run_id, "KILLED")
-            logger.warning("run %s was left open by a dead process: marked KILLED", run_id)
+            logger.warning("run %s was left open (%s): marked KILLED", run_id, reason)
             dead.append(run_id)
     return dead
+
+
+def _cause_of_death(tags: Mapping[str, str]) -> str | None:
+    owner, heartbeat = tags.get(_PROCESS_TAG), tags.get(_HEARTBEAT_TAG)
+    if owner and tags.get(_HOST_TAG) == _host():
+        return None if processes.parse(owner).is_alive else "process found dead"
+    if heartbeat and time.time() - float(heartbeat) > _SILENCE_S:
+        return f"no sign of life of its host for {_SILENCE_S / 60:.0f} minutes"
+    return None
 
 
 def _host() -> str:

@@ -3,49 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import logging
 import math
-import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
-from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from polyturn.params import TrackingParams
+from polyturn.tracking.delivery import deliver, patiently, speaking
 from polyturn.tracking.environment import Environment, capture
-from polyturn.tracking.orphans import close_orphans, owner_tags
+from polyturn.tracking.monitor import monitored
+from polyturn.tracking.orphans import close_orphans
+from polyturn.tracking.outbox import Outbox, Record, leftovers
+from polyturn.tracking.record import log_environment, start_tags
+from polyturn.tracking.redact import redact
 from polyturn.tracking.store import Store, TrackingError, connect
 
 logger = logging.getLogger(__name__)
 
-_PARAMS_PER_CALL = 100  # MLflow's limit of a batch
 _MAX_PARAM = 6000  # characters of a param's value
 _MAX_TAG = 5000  # characters of a tag's value
 _MAX_DIGEST = 36  # characters of a dataset's digest; a DVC directory md5 has exactly as many
 _SIGTERM_CODE = 143  # 128 + SIGTERM, how a stage leaves when it is told to
 _SIGINT_CODE = 130
+_REDACTED_TAG = "redacted"  # how many secrets were taken out of what was logged
 
 
 class Run:
-    """An open MLflow run. A failing call raises TrackingError after MLflow's own retries.
+    """An open MLflow run.
 
-    MLflow allows no `@` in names: `pass@4` is written as `pass_at_4`.
+    What is logged while the server is away waits in the run's outbox and gets there later; a server that refuses
+    raises TrackingError. Secrets in params, tags and text are taken out. MLflow allows no `@` in names: `pass@4` is
+    written as `pass_at_4`.
     """
 
     def __init__(self, store: Store, run_id: str, artifact_uri: str) -> None:
         self.store = store
         self.run_id = run_id
         self.artifact_uri = artifact_uri
+        self.outbox = Outbox(store.outbox, store.addresses.uri, run_id, partial(deliver, store))
+        self._num_redacted = 0
 
     @property
     def url(self) -> str:
@@ -54,16 +58,14 @@ class Run:
 
     def tags(self) -> dict[str, str]:
         """The run's tags."""
-        with self._speaking():
-            return dict(self._client.get_run(self.run_id).data.tags)
+        with speaking(self.store):
+            return dict(self.store.client.get_run(self.run_id).data.tags)
 
     def log_params(self, params: Mapping[str, object] | BaseModel) -> None:
         """Log parameters; nested ones by dotted name, lists as JSON."""
         tree = params.model_dump(mode="json") if isinstance(params, BaseModel) else params
-        flat = [Param(_name(key), value[:_MAX_PARAM]) for key, value in flatten(tree).items()]
-        for start in range(0, len(flat), _PARAMS_PER_CALL):
-            with self._speaking():
-                self._client.log_batch(self.run_id, params=flat[start : start + _PARAMS_PER_CALL])
+        flat = {_name(k): self._clean(v)[:_MAX_PARAM] for k, v in flatten(tree).items()}
+        self.post({"kind": "params", "items": flat})
 
     def log_metrics(
         self,
@@ -78,70 +80,76 @@ class Run:
         step, time and value, so that a step sent twice stands in the history once.
         """
         now = int(time.time() * 1000) if at_ms is None else at_ms
-        shown = [
-            Metric(_name(key), float(value), now, step or 0)
+        shown = {
+            _name(key): float(value)
             for key, value in metrics.items()
             if value is not None and not math.isnan(value)
-        ]
-        with self._speaking():
-            self._client.log_batch(self.run_id, metrics=shown)
+        }
+        self.post({"kind": "metrics", "items": shown, "at_ms": now, "step": step or 0})
 
     def log_artifact(self, path: Path, directory: str | None = None) -> None:
         """Store a file, or a directory with what is in it, below the run's artifact `directory`."""
-        with self._speaking():
-            if path.is_dir():
-                self._client.log_artifacts(self.run_id, str(path), directory or path.name)
-            else:
-                self._client.log_artifact(self.run_id, str(path), directory)
+        self.post({"kind": "artifact", "path": str(path), "directory": directory})
 
     def log_text(self, text: str, name: str) -> None:
         """Store text as the artifact file `name` (may hold folders)."""
-        with self._speaking():
-            self._client.log_text(self.run_id, text, name)
+        target = Path(name)
+        directory = None if target.parent == Path() else str(target.parent)
+        with TemporaryDirectory() as scratch:
+            path = Path(scratch) / target.name
+            path.write_text(self._clean(text))
+            self.log_artifact(path, directory)
 
     def set_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags; values are shown as text, cut at MLflow's limit."""
-        with self._speaking():
-            self._client.log_batch(
-                self.run_id,
-                tags=[RunTag(_name(key), str(value)[:_MAX_TAG]) for key, value in tags.items()],
-            )
+        items = {_name(key): self._clean(str(value))[:_MAX_TAG] for key, value in tags.items()}
+        self.post({"kind": "tags", "items": items})
 
     def log_dataset(self, name: str, path: Path | str, digest: str) -> None:
         """Record that this run read the data at `path` (relative to the checkout) with that digest in dvc.lock."""
-        source = json.dumps({"uri": str(path)})
-        dataset = Dataset(name, digest[:_MAX_DIGEST], "local", source)
-        tags = [InputTag("dvc.path", str(path)), InputTag("dvc.md5", digest)]
-        with self._speaking():
-            self._client.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
+        self.post(
+            {
+                "kind": "dataset",
+                "name": name,
+                "digest": digest[:_MAX_DIGEST],
+                "source": json.dumps({"uri": str(path)}),
+                "items": {"dvc.path": str(path), "dvc.md5": digest},
+            }
+        )
 
-    def end(self, status: str) -> None:
-        """Close the run as FINISHED, FAILED or KILLED."""
-        with self._speaking():
-            self._client.set_terminated(self.run_id, status)
+    def post(self, record: Record) -> None:
+        """Send a record of polyturn.tracking.delivery, or keep it until the server answers.
 
-    @property
-    def _client(self) -> MlflowClient:
-        return self.store.client
+        Raises:
+            TrackingError: the server refuses it.
+        """
+        self.outbox.post(record)
 
-    @contextlib.contextmanager
-    def _speaking(self) -> Iterator[None]:
-        try:
-            yield
-        except MlflowException as error:
-            raise TrackingError(
-                f"tracking.uri {self.store.addresses.uri!r} stopped answering or refused "
-                f"({str(error).splitlines()[0][:300]}); start the server and run again"
-            ) from None
+    def end(self, status: str, *, wait_s: float = 0.0) -> None:
+        """Close the run as FINISHED, FAILED or KILLED; what still waits for the server is given `wait_s`."""
+        if self._num_redacted:
+            self.set_tags({_REDACTED_TAG: self._num_redacted})
+        self.post({"kind": "end", "status": status, "at_ms": int(time.time() * 1000)})
+        if self.outbox.is_waiting and not self.outbox.wait(wait_s):
+            logger.warning(
+                "run %s: its end (%s) and what it logged while the server was away lie in %s; the next start of a "
+                "stage delivers them",
+                *(self.run_id, status, self.outbox.directory),
+            )
+
+    def _clean(self, text: str) -> str:
+        found = redact(text)
+        self._num_redacted += found.count
+        return found.text
 
 
 def attach_run(tracking: TrackingParams, *, root: Path, run_id: str) -> Run:
-    """The run that another process opened and will end.
+    """The run that another process opened and will end; a server that is away is waited for.
 
     Raises:
         TrackingError: see `polyturn.tracking.store.connect`.
     """
-    store = connect(tracking, root)
+    store = connect(tracking, root, wait_s=tracking.outage_s)
     try:
         found = store.client.get_run(run_id)
     except MlflowException as error:
@@ -163,24 +171,32 @@ def open_run(
 
     FINISHED on return and SystemExit(0); KILLED on KeyboardInterrupt and SystemExit(130 or 143), which is what SIGINT
     and SIGTERM become in a stage; else FAILED, with the error's class and message as tags. Git commit, uncommitted
-    diff, installed versions and the machine are recorded at the start.
+    diff, installed versions and the machine are recorded at the start, use of CPU, memory and GPUs throughout. What
+    dead processes of this host left is delivered and closed first.
 
     Raises:
-        TrackingError: see `polyturn.tracking.store.connect`.
+        TrackingError: the server was away for longer than tracking.outage_s; else see
+            `polyturn.tracking.store.connect`.
     """
-    store = connect(tracking, root)
-    close_orphans(store)
+    store = connect(tracking, root, wait_s=tracking.outage_s)
+    leftovers(store.outbox, store.addresses.uri, partial(deliver, store))
+    patiently(store, lambda: close_orphans(store), tracking.outage_s)
     environment = capture(root)
-    all_tags = {**_start_tags(environment, stage, parent_run_id), **(tags or {})}
-    created = store.client.create_run(store.experiment_id, run_name=name, tags=all_tags)
+    all_tags = {**start_tags(environment, stage, parent_run_id), **(tags or {})}
+    created = patiently(
+        store,
+        lambda: store.client.create_run(store.experiment_id, run_name=name, tags=all_tags),
+        tracking.outage_s,
+    )
     run = Run(store, str(created.info.run_id), str(created.info.artifact_uri))
     try:
-        _log_environment(run, environment)
-        yield run
+        _log_start(run, environment, root)
+        with monitored(run.log_metrics, run.set_tags, tracking.system_metrics_s):
+            yield run
     except BaseException as error:
-        _end_after(run, error)
+        _end_after(run, error, tracking.outage_s)
         raise
-    run.end("FINISHED")
+    _end(run, "FINISHED", tracking.outage_s)
 
 
 def end_status(error: BaseException) -> str:
@@ -216,52 +232,23 @@ def _name(key: str) -> str:
     return key.replace("@", "_at_")
 
 
-def _end_after(run: Run, error: BaseException) -> None:
+def _end_after(run: Run, error: BaseException, wait_s: float) -> None:
     status = end_status(error)
     try:
         if status == "FAILED":
             run.set_tags({"error.class": type(error).__name__, "error.message": str(error)})
-        run.end(status)
+        # Who is told to go has seconds left.
+        _end(run, status, 0.0 if status == "KILLED" else wait_s)
     except TrackingError as closing:
         logger.warning("run %s could not be closed as %s: %s", run.run_id, status, closing)
 
 
-def _start_tags(
-    environment: Environment, stage: str | None, parent_run_id: str | None
-) -> dict[str, str]:
-    tags = {
-        **owner_tags(),
-        "mlflow.user": _user(),
-        "mlflow.source.name": " ".join(sys.argv)[:_MAX_TAG],
-        "mlflow.source.type": "LOCAL",
-        "git.dirty": str(bool(environment.diff)).lower(),
-        "cpu.model": environment.cpu_model,
-        "python": environment.python,
-        **{f"version.{name}": version for name, version in environment.named_versions().items()},
-    }
-    if environment.commit:
-        tags["mlflow.source.git.commit"] = environment.commit
-    if environment.branch:
-        tags["mlflow.source.git.branch"] = environment.branch
-    if stage:
-        tags["stage"] = stage
-    if parent_run_id:
-        tags["mlflow.parentRunId"] = parent_run_id
-    return tags
+def _end(run: Run, status: str, wait_s: float) -> None:
+    run.end(status, wait_s=wait_s)
+    if not run.outbox.is_waiting:
+        # A rank of the run may have ended while the server was away.
+        leftovers(run.store.outbox, run.store.addresses.uri, partial(deliver, run.store))
 
 
-def _log_environment(run: Run, environment: Environment) -> None:
-    record = asdict(environment)
-    diff = str(record.pop("diff"))
-    with TemporaryDirectory() as directory:
-        (Path(directory) / "environment.json").write_text(json.dumps(record, indent=1))
-        if diff:
-            (Path(directory) / "uncommitted.diff").write_text(diff)
-        run.log_artifact(Path(directory), "environment")
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
+def _log_start(run: Run, environment: Environment, root: Path) -> None:
+    log_environment(run, environment, root)

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
-import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from mlflow.utils.rest_utils import http_request
 from requests import Response
 from sqlalchemy.exc import SQLAlchemyError
 
+from polyturn import layout
+from polyturn.checkout import main_checkout
 from polyturn.params import TrackingParams
 from polyturn.tracking import relocate, s3
 
@@ -29,10 +31,15 @@ URI_VARIABLE = "POLYTURN_TRACKING_URI"
 ARTIFACTS_VARIABLE = "POLYTURN_ARTIFACT_LOCATION"
 
 _SQLITE = "sqlite:///"
+_POLL_S = 1.0
 
 
 class TrackingError(ValueError):
     """MLflow cannot be used as configured; the message names the key, the value and the fix."""
+
+
+class SilentServerError(TrackingError):
+    """The server does not answer, or only that it cannot: it may later."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +57,12 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Store:
-    """A connected tracking store and the experiment that runs go to."""
+    """A connected tracking store, the experiment that runs go to, and where records wait while it is away."""
 
     client: MlflowClient
     addresses: Addresses
     experiment_id: str
-
-
-def main_checkout(root: Path) -> Path:
-    """The checkout that `root` is a linked worktree of; `root` itself when it is none or no git repository."""
-    command = ["git", "rev-parse", "--path-format=absolute", "--git-common-dir"]
-    try:
-        found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return root.resolve()
-    common = Path(found.stdout.strip())
-    return common.parent if common.name == ".git" else root.resolve()
+    outbox: Path
 
 
 def resolve(tracking: TrackingParams, root: Path) -> Addresses:
@@ -93,8 +90,8 @@ def resolve(tracking: TrackingParams, root: Path) -> Addresses:
     return Addresses(uri.rstrip("/"), location)
 
 
-def connect(tracking: TrackingParams, root: Path) -> Store:
-    """Reach the store, and get or make the experiment.
+def connect(tracking: TrackingParams, root: Path, *, wait_s: float = 0.0) -> Store:
+    """Reach the store, and get or make the experiment; a server that is away is waited for, for `wait_s` at most.
 
     A fresh SQLite file is initialised under a file lock, so that several processes may start at once.
 
@@ -104,17 +101,18 @@ def connect(tracking: TrackingParams, root: Path) -> Store:
     """
     addresses = resolve(tracking, root)
     if addresses.database is None:
-        _check_server(addresses.uri, tracking.timeout_s)
+        _wait_for_server(addresses.uri, tracking.timeout_s, wait_s)
     if addresses.artifacts and addresses.artifacts.startswith("s3://"):
         try:
             s3.check(addresses.artifacts, tracking.timeout_s)
         except s3.S3Error as error:
             raise TrackingError(f"tracking.artifact_location {error}") from None
     with store_lock(addresses):
-        return _open(addresses, tracking.experiment)
+        outbox = main_checkout(root) / layout.STATE / "outbox"
+        return _open(addresses, tracking.experiment, outbox)
 
 
-def _open(addresses: Addresses, experiment: str) -> Store:
+def _open(addresses: Addresses, experiment: str, outbox: Path) -> Store:
     try:
         client = MlflowClient(tracking_uri=addresses.uri, registry_uri=addresses.uri)
         found = client.get_experiment_by_name(experiment)
@@ -126,10 +124,10 @@ def _open(addresses: Addresses, experiment: str) -> Store:
             _follow_a_move(addresses, str(found.artifact_location))
     except (MlflowException, SQLAlchemyError, OSError) as error:
         raise TrackingError(
-            f"tracking.uri {addresses.uri!r} cannot be used ({_first_line(error)}); "
+            f"tracking.uri {addresses.uri!r} cannot be used ({first_line(error)}); "
             "check the address, or set tracking.uri: sqlite:///mlflow.db"
         ) from None
-    return Store(client, addresses, experiment_id)
+    return Store(client, addresses, experiment_id, outbox)
 
 
 def _follow_a_move(addresses: Addresses, stored: str) -> None:
@@ -182,7 +180,28 @@ def store_lock(addresses: Addresses) -> Iterator[None]:
         yield
 
 
-def _check_server(uri: str, timeout_s: float) -> None:
+def _wait_for_server(uri: str, timeout_s: float, wait_s: float) -> None:
+    end = time.monotonic() + wait_s
+    is_told = False
+    while True:
+        try:
+            return check_server(uri, timeout_s)
+        except SilentServerError as error:
+            if time.monotonic() >= end:
+                raise
+            if not is_told:
+                logger.warning("%s; it is waited for, %g s (tracking.outage_s)", error, wait_s)
+                is_told = True
+            time.sleep(_POLL_S)
+
+
+def check_server(uri: str, timeout_s: float) -> None:
+    """One small request.
+
+    Raises:
+        SilentServerError: no answer in time, or an error of the server's own (5xx).
+        TrackingError: it answers and refuses.
+    """
     # Not /health: it answers 200 also where the host check or authentication would refuse every call.
     endpoint = "/api/2.0/mlflow/experiments/search"
     try:
@@ -196,18 +215,20 @@ def _check_server(uri: str, timeout_s: float) -> None:
             json={"max_results": 1},
         )
     except MlflowException as error:
-        raise TrackingError(
+        raise SilentServerError(
             f"tracking.uri {uri!r} does not answer within tracking.timeout_s {timeout_s:g} "
-            f"({_first_line(error)}); start the server, or set tracking.uri: sqlite:///mlflow.db"
+            f"({first_line(error)}); start the server, or set tracking.uri: sqlite:///mlflow.db"
         ) from None
     response = cast("Response", answer)  # http_request is not annotated
     if response.status_code != 200:
-        raise TrackingError(
+        kind = SilentServerError if response.status_code >= 500 else TrackingError
+        raise kind(
             f"tracking.uri {uri!r} answers {response.status_code} {response.reason} "
             f"({response.text[:120].strip()!r}); check the address, MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD, and the server's --allowed-hosts"
         )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line of some length."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

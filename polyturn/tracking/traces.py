@@ -5,44 +5,74 @@ A trace costs about 0.15 s, so only a handful is logged; all trajectories are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import mlflow
 from mlflow.entities import LiveSpan, SpanType
-from mlflow.exceptions import MlflowException
 from mlflow.tracing.constant import TraceMetadataKey
 
+from polyturn.tracking.outbox import AwayError, Record
 from polyturn.tracking.run import Run
-from polyturn.tracking.store import TrackingError
+from polyturn.tracking.store import SilentServerError, Store, check_server
 from polyturn.trajectories import TrajectoryEntry, TurnEntry
+from polyturn.types import Json
 
 PictureUri = Callable[[str], str | None]  # content hash -> data URI
 
 
+_PROBE_S = 5.0
+
+
 def log_trajectories(
     run: Run, entries: Sequence[tuple[TrajectoryEntry, str]], picture: PictureUri
-) -> list[str]:
-    """Log (trajectory, label) pairs as traces of `run`; returns the trace ids.
+) -> None:
+    """Log (trajectory, label) pairs as traces of `run`, one after the other.
 
     Raises:
-        TrackingError: the store refuses or does not answer.
+        TrackingError: the store refuses.
     """
+    for entry, label in entries:
+        turns = [sha256 for turn in entry["turns"] for sha256 in turn["observation_images"]]
+        names = {*turns, *(image["sha256"] for image in entry["images"])}
+        pictures = {sha256: uri for sha256 in sorted(names) if (uri := picture(sha256))}
+        run.post(
+            {
+                "kind": "trace",
+                "entry": cast("Json", entry),
+                "label": label,
+                "pictures": pictures,
+                "at_ns": time.time_ns(),
+            }
+        )
+
+
+def deliver_trace(store: Store, run_id: str, record: Record) -> None:
+    """Make the trace of a record.
+
+    Raises:
+        AwayError: the server does not answer.
+        MlflowException: the store refuses.
+    """
+    # The exporter only tells its log of a server that is away, and the trace would be lost.
+    if store.addresses.database is None:
+        try:
+            check_server(store.addresses.uri, _PROBE_S)
+        except SilentServerError as error:
+            raise AwayError(str(error)) from None
     # Traces go to mlflow's process-wide store.
-    mlflow.set_tracking_uri(run.store.addresses.uri)
-    try:
-        ids = [_log(run, entry, label, picture) for entry, label in entries]
-        mlflow.flush_trace_async_logging()
-        for (entry, _), trace_id in zip(entries, ids, strict=True):
-            if entry["reward"] is not None:
-                mlflow.log_feedback(trace_id=trace_id, name="reward", value=entry["reward"])
-    except MlflowException as error:
-        raise TrackingError(
-            f"tracking.uri {run.store.addresses.uri!r} took no traces ({str(error).splitlines()[0]})"
-        ) from None
-    return ids
+    mlflow.set_tracking_uri(store.addresses.uri)
+    entry = cast("TrajectoryEntry", record["entry"])
+    pictures = cast("Mapping[str, str]", record["pictures"])
+    trace_id = _log(store, run_id, record, pictures.get)
+    mlflow.flush_trace_async_logging()
+    if entry["reward"] is not None:
+        mlflow.log_feedback(trace_id=trace_id, name="reward", value=entry["reward"])
 
 
-def _log(run: Run, entry: TrajectoryEntry, label: str, picture: PictureUri) -> str:
+def _log(store: Store, run_id: str, record: Record, picture: PictureUri) -> str:
+    entry = cast("TrajectoryEntry", record["entry"])
     observed = {sha256 for turn in entry["turns"] for sha256 in turn["observation_images"]}
     shown = [image["sha256"] for image in entry["images"] if image["sha256"] not in observed]
     root = mlflow.start_span_no_context(
@@ -50,13 +80,14 @@ def _log(run: Run, entry: TrajectoryEntry, label: str, picture: PictureUri) -> s
         span_type=SpanType.AGENT,
         inputs={"messages": [_message("user", entry["problem"], shown, picture)]},
         tags={
-            "policy": label,
+            "policy": str(record["label"]),
             "step": str(entry["step"]),
             "status": entry["status"],
             "stop_reason": entry["stop_reason"],
         },
-        metadata={TraceMetadataKey.SOURCE_RUN: run.run_id},
-        experiment_id=run.store.experiment_id,
+        metadata={TraceMetadataKey.SOURCE_RUN: run_id},
+        experiment_id=store.experiment_id,
+        start_time_ns=cast("int", record["at_ns"]),
     )
     for turn in entry["turns"]:
         _log_turn(root, turn, picture)

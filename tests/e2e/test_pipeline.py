@@ -130,7 +130,7 @@ def test_metrics_hold_no_time_run_id_or_path(tiny: ToyProject) -> None:
         ({"data": {"source": "geo3k", "path": "absent/geo3k"}}, "data.path"),
         ({"model": {"path": "recipes"}}, "model.path"),
         ({"env": {"build": "plugins.absent:build_env"}}, "env.build"),
-        ({"train": {"steps": 3}, "tracking": {"uri": "http://127.0.0.1:9", "timeout_s": 2}}, "tracking.uri 'http://127.0.0.1:9'"),
+        ({"train": {"steps": 3}, "tracking": {"uri": "http://127.0.0.1:9", "timeout_s": 2, "outage_s": 0}}, "tracking.uri 'http://127.0.0.1:9'"),
         ({"train": {"steps": 3}, "doctor": {"min_free_gb": 1e9}}, "doctor.min_free_gb"),
     ],
 )  # fmt: skip

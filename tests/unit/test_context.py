@@ -99,7 +99,8 @@ def test_an_unreachable_mlflow_is_named_within_the_time_limit(toy: Toy) -> None:
     project = toy(good="pass")
     path = project.path / "params.yaml"
     text = path.read_text().replace(
-        "uri: sqlite:///mlflow.db", "uri: http://127.0.0.1:9\n  timeout_s: 2"
+        "uri: sqlite:///mlflow.db",
+        "uri: http://127.0.0.1:9\n  timeout_s: 2\n  outage_s: 1",
     )
     path.write_text(text)
     result = project.stage("good")

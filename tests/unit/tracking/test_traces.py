@@ -13,8 +13,10 @@ def test_a_trajectory_becomes_a_trace_of_its_run(project: Path, tmp_path: Path):
     root = make_run(tmp_path / "run")
     entry = next(e for e in read_run(root).exhibits.after if len(e["turns"]) == 3)
     with open_run(TrackingParams(), root=project, name="register") as run:
-        (trace_id,) = log_trajectories(run, [(entry, "policy")], lambda sha: f"data:{sha}")
-    trace = run.store.client.get_trace(trace_id)
+        log_trajectories(run, [(entry, "policy")], lambda sha: f"data:{sha}")
+    (trace,) = run.store.client.search_traces(
+        locations=[run.store.experiment_id], run_id=run.run_id
+    )
     assert trace.info.trace_metadata["mlflow.sourceRun"] == run.run_id
     spans = trace.data.spans
     assert [span.name for span in spans[1:]] == ["reply", "env.step", "reply", "env.step", "reply"]

@@ -1,0 +1,32 @@
+"""Which checkout a working directory belongs to: itself, or the one that made it (git worktree, DVC's experiments)."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+_EXPERIMENTS = Path(
+    ".dvc/tmp/exps"
+)  # of `dvc exp run --temp` and --queue: repositories of their own
+
+
+def main_checkout(root: Path) -> Path:
+    """The checkout that `root` is a linked worktree or a temporary experiment of; else `root` itself.
+
+    What worktrees and experiments share (MLflow's database, work in progress, relative data) lies there.
+    """
+    here = _main_worktree(root.resolve())
+    for parent in here.parents:
+        if parent.parts[-3:] == _EXPERIMENTS.parts:
+            return _main_worktree(parent.parents[2])
+    return here
+
+
+def _main_worktree(root: Path) -> Path:
+    command = ["git", "rev-parse", "--path-format=absolute", "--git-common-dir"]
+    try:
+        found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return root
+    common = Path(found.stdout.strip())
+    return common.parent if common.name == ".git" else root
