@@ -14,11 +14,9 @@ def check_supported(chosen: Params) -> None:
     for key, value, known in (("learner.backend", chosen.learner.backend, "fsdp"),):
         if value != known:
             raise ParamsError(f"{key}: {value} is not in this version of polyturn; use {known}")
-    if "://" in chosen.train.work_uri:
-        raise ParamsError(
-            f"train.work_uri must be a path, local or on a shared disk, in this version, got {chosen.train.work_uri}; "
-            "mount the bucket, or leave it empty to work below the checkout"
-        )
+    uri = chosen.train.work_uri
+    if "://" in uri and not uri.startswith("s3://"):
+        raise ParamsError(f"train.work_uri must be a path or s3://BUCKET/PREFIX, got {uri}")
     learner = chosen.learner
     # What FsdpLearner.shares_weights comes to.
     is_shared = (

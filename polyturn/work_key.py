@@ -18,7 +18,7 @@ from polyturn.params_tree import read_tree
 # not what a step computes (but for rounding).
 _NOT_IN_KEY = {
     "train": (
-        "steps", "checkpoint_every", "keep_checkpoints", "resume", "work_uri", "stop", "max_logprob_gap",
+        "steps", "checkpoint_every", "keep_checkpoints", "resume", "work_uri", "lease_s", "stop", "max_logprob_gap",
     ),
     "learner": ("num_processes", "reshard_after_forward", "offload"),
     "loss": ("start_tolerance",),

@@ -10,15 +10,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from tqdm import tqdm
 
-from polyturn import layout, lease, params, processes, tracking
+from polyturn import family, layout, lease, params, processes, tracking
 from polyturn.data.files import atomic_path
 from polyturn.params import Params
 from polyturn.supported import check_supported
@@ -28,6 +29,8 @@ from tasks import failure, inputs
 logger = logging.getLogger(__name__)
 
 PARENT_RUN = "POLYTURN_PARENT_RUN_ID"  # MLflow run of the flow that started this stage
+_FAMILY_GRACE_S = 2.0  # from SIGTERM to SIGKILL of what an ended stage has started
+
 SUPERVISOR = "POLYTURN_SUPERVISOR"  # the flow's process: a stage does not outlive it
 
 
@@ -35,15 +38,16 @@ SUPERVISOR = "POLYTURN_SUPERVISOR"  # the flow's process: a stage does not outli
 class StageContext:
     """What a stage's body gets.
 
-    `work_dir` is untracked, kept between runs, and exclusive while the stage runs; `leftovers` are directories
-    that are removed once the outputs are accepted (inputs unchanged), and kept if they are not.
+    `work_dir` is untracked, kept between runs, and exclusive while the stage runs. `cleanups` are called once the
+    outputs are accepted (inputs unchanged), not if they are not; `held` is closed after that, in any case.
     """
 
     name: str
     params: Params
     run: tracking.Run
     work_dir: Path
-    leftovers: list[Path] = field(default_factory=list[Path])
+    held: ExitStack = field(default_factory=ExitStack)
+    cleanups: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
 
 
 Body = Callable[[StageContext], None]
@@ -56,6 +60,7 @@ def run_stage(name: str, body: Body) -> NoReturn:
     143 or 130 when ended by SIGTERM or SIGINT. The outcome also goes to `status_file(name)`.
     """
     log_to(layout.STATE / "logs" / f"{name}.log")
+    mark = family.join()
     outcome = failure.Outcome(0, "")
     try:
         with signals_end_it():
@@ -67,6 +72,8 @@ def run_stage(name: str, body: Body) -> NoReturn:
         logger.debug("stage %s", name, exc_info=True)
         for line in outcome.message.splitlines():
             logger.error("error: stage %s: %s", name, line)
+    if outcome.exit_code in (failure.TERMINATED, failure.INTERRUPTED):
+        family.end(mark, grace_s=_FAMILY_GRACE_S)
     write_json(status_file(name), {"exit_code": outcome.exit_code, "message": outcome.message})
     with suppress(OSError):  # nobody may read it any more
         sys.stdout.flush()
@@ -104,10 +111,11 @@ def _run(name: str, body: Body) -> None:
             run.log_params(loaded)
             _log_inputs(run, before)
             context = StageContext(name, loaded, run, work_dir)
-            body(context)
-            inputs.check_unchanged(before, inputs.read(name, known=before))
-            for leftover in context.leftovers:
-                shutil.rmtree(leftover)
+            with context.held:
+                body(context)
+                inputs.check_unchanged(before, inputs.read(name, known=before))
+                for cleanup in context.cleanups:
+                    cleanup()
         seconds = time.monotonic() - started
         _record_time(name, run_id=run.run_id, seconds=seconds)
         logger.info("stage %s done in %.1f s", name, seconds)
@@ -124,10 +132,11 @@ def _log_inputs(run: tracking.Run, declared: inputs.Inputs) -> None:
 def _watch_parents(name: str) -> processes.Process | None:
     """Die with the dvc that runs the stage and the flow that runs dvc; return the former."""
     parent = processes.dvc_parent(name)
+    last = partial(family.end, family.join(), grace_s=0)
     if parent:
-        processes.die_with(parent, name="dvc")
+        processes.die_with(parent, name="dvc", last=last)
     if supervisor := os.environ.get(SUPERVISOR):
-        processes.die_with(processes.parse(supervisor), name="the flow")
+        processes.die_with(processes.parse(supervisor), name="the flow", last=last)
     return parent
 
 

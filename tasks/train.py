@@ -7,16 +7,16 @@ import os
 import shutil
 from pathlib import Path
 
-from polyturn import layout, lease, model, stop_request
+from polyturn import layout, model, stop_request
 from polyturn.determinism import is_replayable
 from polyturn.params import Params
 from polyturn.pictures import Pictures
 from polyturn.recorder import PICTURES
 from polyturn.tracking.gallery import log_step_files
 from polyturn.trajectory_times import times_directory
-from polyturn.work_key import work_key
 from tasks import continuation, ranks, training
 from tasks.context import PARENT_RUN, StageContext, run_stage, write_json
+from tasks.place import occupy
 
 _log = logging.getLogger(__name__)
 
@@ -27,22 +27,19 @@ def body(ctx: StageContext) -> None:
     engines = {"sampler": params.sampler.backend, "learner": params.learner.backend}
     ctx.run.set_tags({**engines, "num_processes": params.learner.num_processes})
     ctx.run.set_tags(_labels(params))
-    work = work_dir(ctx)
-    with lease.hold(work.with_suffix(".lock"), what=f"training run {work.name}", parent=None):
-        if params.train.resume == "never":
-            shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True, exist_ok=True)
-        ctx.run.set_tags({continuation.WORK_TAG: work.absolute()})
-        if params.train.resume not in ("auto", "never"):
-            continuation.adopt(ctx, work)
-        run_ids = [ctx.run.run_id, *filter(None, [os.environ.get(PARENT_RUN)])]
-        stop_request.announce(stop_request.Running(work, run_ids))
+    place = occupy(ctx)
+    work = place.directory
+    ctx.run.set_tags({continuation.WORK_TAG: place.address})
+    if params.train.resume not in ("auto", "never"):
+        continuation.adopt(ctx, place)
+    run_ids = [ctx.run.run_id, *filter(None, [os.environ.get(PARENT_RUN)])]
+    stop_request.announce(stop_request.Running(work, run_ids))
+    with place.working():
         if params.learner.num_processes == 1:
             training.train(params, work, ctx.run)
         else:
             ranks.run_ranks(params.learner, work, ctx.run.run_id)
-        _publish(ctx, work)
-    ctx.leftovers.append(work)
+    _publish(ctx, work)
 
 
 def _labels(params: Params) -> dict[str, object]:
@@ -52,19 +49,6 @@ def _labels(params: Params) -> dict[str, object]:
         return {"replayable": is_replayable(params)}
     _log.warning("train: train.debug.mode is %s; what comes out is not a trained policy", mode)
     return {"replayable": is_replayable(params), "debug.mode": mode}
-
-
-def work_dir(ctx: StageContext) -> Path:
-    """train.work_uri (or the stage's own directory) / the key of everything that changes the result."""
-    given = ctx.params.train.work_uri
-    root = Path(given) if given else ctx.work_dir
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"train.work_uri must be a directory that can be made and written, got {root}: {error.strerror}"
-        ) from None
-    return root / work_key("train", ctx.params)
 
 
 def _publish(ctx: StageContext, work: Path) -> None:

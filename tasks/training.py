@@ -42,8 +42,8 @@ from tasks.samplers import SamplerPlace, open_sampler
 CURVE = "train_curve.csv"
 CHECKPOINTS = "checkpoints"
 JOURNAL = "journal.jsonl"
-_CANDIDATES = "candidates"
-RESUMED = (_CANDIDATES, TRAJECTORIES)  # what a checkpoint needs beside itself
+CANDIDATES = "candidates"
+RESUMED = (CANDIDATES, TRAJECTORIES)  # what a checkpoint needs beside itself
 _OUTCOME = "outcome.json"
 
 
@@ -90,7 +90,7 @@ def outcome_in(work: Path) -> TrainingOutcome:
 
 def published_in(work: Path, best: Best) -> Path:
     """The directory of the best policy."""
-    return version_path(work / _CANDIDATES, best.version)
+    return version_path(work / CANDIDATES, best.version)
 
 
 def trajectories_in(work: Path) -> Path:
@@ -131,7 +131,7 @@ def _parts(params: Params, recorder: Recorder, work: Path, world: World) -> Part
         checkpoints=CheckpointWriter(
             work / CHECKPOINTS, keep=params.train.keep_checkpoints, world=world
         ),
-        candidates=Candidates(plain, work / _CANDIDATES, world, DTYPES[dtype] if dtype else None),
+        candidates=Candidates(plain, work / CANDIDATES, world, DTYPES[dtype] if dtype else None),
         world=world,
         stop_request=partial(stop_request.reason, work),
     )

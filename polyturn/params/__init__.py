@@ -19,7 +19,7 @@ from polyturn.params.model import ModelParams, SmallModelParams
 from polyturn.params.reward import RewardParams, RewardTermParams
 from polyturn.params.rollout import RolloutParams
 from polyturn.params.sampler import SamplerParams, SglangParams
-from polyturn.params.services import DoctorParams, RegistryParams, TrackingParams
+from polyturn.params.services import DoctorParams, RegistryParams, StorageParams, TrackingParams
 from polyturn.params.train import TrainParams
 from polyturn.params.warmstart import PhaseParams, WarmstartParams
 from polyturn.params_tree import ParamsError, read_tree
@@ -45,6 +45,7 @@ __all__ = [
     "Section",
     "SglangParams",
     "SmallModelParams",
+    "StorageParams",
     "SyntheticParams",
     "TrackingParams",
     "TrainParams",
@@ -72,6 +73,7 @@ class Params(Section):
     evaluate: EvaluateParams = EvaluateParams()
     registry: RegistryParams = RegistryParams()
     tracking: TrackingParams = TrackingParams()
+    storage: StorageParams = StorageParams()
     doctor: DoctorParams = DoctorParams()
 
     @model_validator(mode="after")
@@ -96,6 +98,32 @@ class Params(Section):
                 f"loss.tis_mode {self.loss.tis_mode} corrects the gap between the learner's old logprobs and the "
                 f"sampler's, but with train.updates_per_rollout {self.train.updates_per_rollout} and "
                 "learner.old_logprobs: sampler these are the same; set learner.old_logprobs: learner"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _overlap(self) -> Params:
+        if not self.train.async_steps:
+            return self
+        has_ratio = self.train.updates_per_rollout > 1 and self.learner.old_logprobs == "sampler"
+        if self.loss.tis_mode == "none" and not has_ratio:
+            raise ValueError(
+                "train.async_steps 1 trains on replies of the policy before, which loss.tis_mode none does not "
+                "correct; set loss.tis_mode to token_truncate"
+            )
+        for key, is_set in (
+            ("learner.offload", self.learner.offload),
+            ("sampler.sglang.release_memory", self.sampler.sglang.release_memory),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"{key}: true makes learner and sampler take turns on the GPU, but with train.async_steps 1 both "
+                    "work at once; set one of the two to false or 0"
+                )
+        if self.train.debug.mode != "off":
+            raise ValueError(
+                f"train.debug.mode {self.train.debug.mode} runs one half of the loop, so that nothing overlaps; set "
+                "train.async_steps to 0"
             )
         return self
 

@@ -66,6 +66,9 @@ class TrainParams(Section):
 
     steps: PositiveInt = 40  # rollout batches
     updates_per_rollout: PositiveInt = 2
+    # 1: a step's batch is sampled while the learner trains on the one before, by a policy that is one update behind;
+    # 0: by the policy that it trains
+    async_steps: Literal[0, 1] = 0
     eval_every: PositiveInt = 20  # steps between scores on the validation split
     eval_batch_size: PositiveInt = 128  # trajectories of a score sampled together
     eval_bootstrap_samples: PositiveInt = 2000  # behind a score's interval
@@ -76,7 +79,10 @@ class TrainParams(Section):
     resume: str = (
         "auto"  # auto: continue an equal key; never: start anew; RUN_ID: continue that run
     )
-    work_uri: str = ""  # where checkpoints in progress live; empty: .polyturn/work
+    # Where checkpoints in progress live: a path (on a shared disk; relative to the main checkout) or s3://BUCKET/PREFIX;
+    # empty: .polyturn/work.
+    work_uri: str = ""
+    lease_s: PositiveFloat = 60.0  # silence after which a run on s3:// counts as dead
     warn_logprob_gap: PositiveFloat = (
         0.05  # mean |sampler - learner| logprob above which a step warns and counts an alarm
     )

@@ -41,9 +41,11 @@ def test_weights_that_are_sampled_with_cannot_be_offloaded(
         check_supported(chosen)
 
 
-def test_a_bucket_for_work_in_progress_is_refused_before_any_stage() -> None:
-    with pytest.raises(ParamsError, match=r"train\.work_uri must be a path, .* got s3://b/work"):
-        check_supported(parse({"train": {"work_uri": "s3://b/work"}}))
+@pytest.mark.parametrize("uri", ["gs://b/work", "http://host/work", "file:///work"])
+def test_work_in_progress_lies_on_a_path_or_s3(uri: str) -> None:
+    check_supported(parse({"train": {"work_uri": "s3://b/work"}}))
+    with pytest.raises(ParamsError, match=rf"train\.work_uri must be a path or s3://.*got {uri}"):
+        check_supported(parse({"train": {"work_uri": uri}}))
 
 
 def test_the_defaults_are_supported() -> None:
