@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from polyturn import cli_registry
+
 _SPLITS = ("train", "validation", "test")
 
 
@@ -43,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="the directory of the checkout or worktree that trains, or an MLflow run id in this one (%(default)s)",
     )
     stop.set_defaults(run=_stop)
+    cli_registry.add(command)
     commands.add_parser("grade", help="grade answers (`polyturn grade --help`)")
     return parser
 

@@ -10,6 +10,7 @@ import numpy as np
 from polyturn.metrics import trajectories_of
 from polyturn.params import Params
 from polyturn.render import Renderer
+from polyturn.results import ProblemResult, end_of
 from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.base import Sampler
 from polyturn.statistics import bootstrap_interval, pass_at_k
@@ -97,3 +98,38 @@ def summarize(groups: Sequence[Group], plan: EvaluationPlan) -> Mapping[str, flo
         summary[f"pass@{k}"] = float(np.mean(scores))
         k *= 2
     return summary
+
+
+def problem_results(
+    problems: Sequence[Problem],
+    scores: Mapping[str, Sequence[Group]],
+    kind_columns: Sequence[str],
+) -> list[ProblemResult]:
+    """Each problem with its tries under every score (POLICY/DECODING -> groups in the problems' order)."""
+    return [
+        ProblemResult(
+            id=problem.id,
+            answer=problem.answer,
+            correct={
+                name: tuple(is_correct(t) for t in groups[index].trajectories)
+                for name, groups in scores.items()
+            },
+            kind=kind_of(problem, kind_columns),
+            question="\n".join(message.text for message in problem.messages),
+            pictures=tuple(image.sha256 for image in problem.images),
+            replies={
+                name: end_of(_last_reply(groups[index].trajectories[0]))
+                for name, groups in scores.items()
+            },
+        )
+        for index, problem in enumerate(problems)
+    ]
+
+
+def kind_of(problem: Problem, columns: Sequence[str]) -> str:
+    """The problem's kind: the values of its `columns` joined; "" where it has none of them."""
+    return " ".join(str(problem.metadata[name]) for name in columns if name in problem.metadata)
+
+
+def _last_reply(trajectory: Trajectory) -> str:
+    return trajectory.turns[-1].reply_text if trajectory.turns else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from polyturn import data, layout, model, params
+from polyturn import data, evaluation_set, layout, model, params
 from polyturn.ablation import Ablation, ablate
 from polyturn.evaluate import EvaluationPlan, evaluate, evaluation_settings, summarize
 from polyturn.params import Params
@@ -41,7 +41,7 @@ def run(request: Request) -> list[str]:
         ValueError: there is no such policy, or no problem of the split.
     """
     loaded = params.load(layout.PARAMS)
-    problems = _problems(request.split, request.num_problems)
+    problems = _problems(request.split, request.num_problems, loaded)
     if not (request.policy / "config.json").is_file():
         raise ValueError(f"--policy {request.policy} holds no config.json; run `dvc repro train`")
     set_up_torch(loaded)
@@ -83,13 +83,16 @@ def _line(name: str, found: Interval) -> str:
     return f"{name:<32} {found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
-def _problems(split: str, count: int | None) -> Sequence[Problem]:
+def _problems(split: str, count: int | None, loaded: Params) -> Sequence[Problem]:
     path = layout.PROBLEMS / "problems.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} is not there; run `dvc repro model` (or `make demo`)")
     if count is not None and count < 1:
         raise ValueError(f"--num must be at least 1, got {count}")
-    found = [p for p in data.read_problems(path, layout.IMAGES) if p.split == split]
+    problems = data.read_problems(path, layout.IMAGES)
+    if split == "test":
+        return evaluation_set.choose(problems, loaded)[:count]
+    found = [problem for problem in problems if problem.split == split]
     if not found:
         raise ValueError(f"--split {split}: {path} has no such problem")
     return found[:count]

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from polyturn import data, layout, model, trajectories
+from polyturn import data, evaluation_set, layout, model, results, trajectories
 from polyturn.data.files import write_jsonl
 from polyturn.evaluate import (
     TRAINING_ENV,
     EvaluationPlan,
     evaluate,
     evaluation_settings,
-    is_correct,
+    problem_results,
     summarize,
 )
 from polyturn.metrics import trajectories_of
@@ -67,11 +67,7 @@ def body(ctx: StageContext) -> None:
     """
     set_up_torch(ctx.params)
     problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
-    test = [problem for problem in problems if problem.split == "test"]
-    if not test:
-        raise ValueError(
-            "data.num_test: no test problem is left to evaluate on; see artifacts/*/quarantine.jsonl"
-        )
+    test = evaluation_set.choose(problems, ctx.params)
     plans = plans_of(ctx.params)
     scored = []
     with Progress(len(test) * len(plans) * len(POLICIES), "evaluate") as progress:
@@ -140,21 +136,14 @@ def _write(ctx: StageContext, test: Sequence[Problem], scored: Sequence[Scored])
             {f"test/{item.policy}/{item.decoding}/{k}": v for k, v in item.summary.items()}
         )
     shutil.rmtree(layout.EVALUATION, ignore_errors=True)
-    write_jsonl(
-        layout.EVALUATION / "results.jsonl",
-        (_result(index, p, scored) for index, p in enumerate(test)),
+    by_problem = problem_results(
+        test,
+        {f"{item.policy}/{item.decoding}": item.groups for item in scored},
+        ctx.params.evaluate.kind_columns,
     )
+    write_jsonl(layout.EVALUATION / results.RESULTS, map(results.to_row, by_problem))
     _save_trajectories(scored, ctx.params.evaluate.num_saved_trajectories)
     write_json(layout.METRICS, {"test": {"num_problems": len(test), **blocks}})
-
-
-def _result(index: int, problem: Problem, scored: Sequence[Scored]) -> dict[str, object]:
-    """One problem's tries, correct or not, under every policy and decoding."""
-    tries = {
-        f"{item.policy}/{item.decoding}": [is_correct(t) for t in item.groups[index].trajectories]
-        for item in scored
-    }
-    return {"id": problem.id, "answer": problem.answer, "correct": tries}
 
 
 def _save_trajectories(scored: Sequence[Scored], number: int) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from polyturn import layout, tracking
+from polyturn import evaluation_set, layout, results, tracking
 from polyturn.params import Params
 from polyturn.pictures import Pictures
 from polyturn.report.data import picture_directories, read_run
 from polyturn.report.page import choose
 from polyturn.report.write import write_report
 from polyturn.statistics import Interval
-from polyturn.tracking import environment, lineage, registry, traces
+from polyturn.tracking import environment, evaluations, lineage, promotion, registry, traces
 from tasks.context import StageContext, run_stage, write_json
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def register(context: StageContext) -> None:
     scores = _scores(_read(layout.METRICS))
     candidate = registry.Candidate(
         directory=layout.POLICY,
-        evaluation=_evaluation_digest(params),
+        evaluation=evaluation_set.digest(layout.PROBLEMS / "problems.jsonl", params),
         accuracy=Interval(scores["accuracy"], scores["accuracy_low"], scores["accuracy_high"]),
         pass_at_k={int(k.removeprefix(_PASS)): v for k, v in scores.items() if _PASS in k},
         tags=_origin(params),
@@ -43,7 +43,21 @@ def register(context: StageContext) -> None:
     )
     if layout.DVC_LOCK.exists():
         context.run.log_artifact(layout.DVC_LOCK)
-    registration = registry.register(context.run, candidate, params.registry)
+    evaluations.log(
+        context.run,
+        layout.EVALUATION / results.RESULTS,
+        candidate.evaluation,
+        pictures=Pictures(picture_directories(Path.cwd())),
+        max_pictures=params.registry.evaluation_pictures,
+    )
+    context.run.set_tags({evaluations.TRAINED_BY_TAG: candidate.source_run_id or ""})
+    registration = registry.register(
+        context.run,
+        candidate,
+        params.registry,
+        rule=promotion.Rule(params.registry.min_gain, params.evaluate.bootstrap_samples),
+        root=Path.cwd(),
+    )
     context.run.set_tags({"registered": f"models:/{registration.name}/{registration.version}"})
     context.run.log_artifact(layout.METRICS)
     _log_traces(context)
@@ -59,29 +73,6 @@ def _scores(metrics: Mapping[str, object]) -> Mapping[str, float]:
             f"{layout.METRICS} has no test.policy.sampled.accuracy; run dvc repro evaluate"
         )
     return cast("Mapping[str, float]", block)
-
-
-def _evaluation_digest(params: Params) -> str:
-    """Of the test problems and everything that decides how a reply to them is scored."""
-    settings = {
-        "evaluate": params.evaluate.model_dump(
-            mode="json", include={"temperature", "samples_per_problem"}
-        ),
-        "env": params.env.model_dump(mode="json"),
-        "reward": params.reward.model_dump(mode="json"),
-        "rollout": params.rollout.model_dump(
-            mode="json",
-            include={"max_turns", "max_new_tokens", "max_turn_tokens", "max_context_tokens"},
-        ),
-    }
-    return registry.evaluation_digest(_test_lines(layout.PROBLEMS / "problems.jsonl"), settings)
-
-
-def _test_lines(path: Path) -> Iterator[str]:
-    with path.open() as lines:
-        for line in lines:
-            if cast("Mapping[str, object]", json.loads(line)).get("split") == "test":
-                yield line
 
 
 def _origin(params: Params) -> dict[str, str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import mlflow
 from mlflow.artifacts import download_artifacts
@@ -19,22 +16,17 @@ from mlflow.exceptions import MlflowException
 
 from polyturn.params import RegistryParams
 from polyturn.statistics import Interval
+from polyturn.tracking import comparisons, credentials, promotion, versions
+from polyturn.tracking.evaluations import RUN_TAG, SET_TAG
 from polyturn.tracking.lineage import directory_digest
+from polyturn.tracking.promotion import CHALLENGER, CHAMPION, Rule, Verdict
 from polyturn.tracking.run import Run
 from polyturn.tracking.store import Store, TrackingError, store_lock
 
-if TYPE_CHECKING:
-    from mlflow.entities.model_registry import ModelVersion
-
 logger = logging.getLogger(__name__)
 
-CHAMPION = "champion"
-CHALLENGER = "challenger"
-
 _POLICY = "policy.digest"
-_EVALUATION = "evaluation.digest"
 _ACCURACY = "accuracy"
-_REASON = "{}.reason"  # tag of a version: why it has that alias
 _OTHER_BYTES = "downloads as other bytes than the policy directory holds"
 
 
@@ -70,8 +62,13 @@ class Registration:
     reason: str
 
 
-def register(run: Run, candidate: Candidate, params: RegistryParams) -> Registration:
-    """Register the policy and move the champion alias if it is better than the present champion.
+def register(
+    run: Run, candidate: Candidate, params: RegistryParams, *, rule: Rule, root: Path
+) -> Registration:
+    """Register the policy, and make it champion if there is none or the promotion rule says so.
+
+    `run` must hold the results by problem already (`evaluations.log`). On a server that asks for credentials, or with
+    registry.promote_on_register false, it becomes challenger: `polyturn promote` then moves the champion.
 
     Idempotent: equal weights with an equal evaluation give the version that is there. Nothing is registered that
     does not download again with the same digest, and no alias moves before the version does.
@@ -92,24 +89,15 @@ def register(run: Run, candidate: Candidate, params: RegistryParams) -> Registra
                     f"registry.name: {uri} {_OTHER_BYTES}; its aliases were not moved; "
                     "check the artifact store of tracking.artifact_location"
                 )
-            alias, reason = _judge(run.store, params, version, candidate)
-            _move_alias(run.store, params.name, version, alias, reason)
+            verdict = _judge(run, params, version, rule, root)
+            promotion.move(run.store, params.name, version, verdict.alias, verdict.reason)
     except MlflowException as error:
         raise TrackingError(
             f"registry.name {params.name!r}: the registry at {run.store.addresses.uri!r} refused or "
             f"stopped answering ({str(error).splitlines()[0][:300]}); see tracking.uri"
         ) from None
-    logger.info("%s is %s: %s", uri, alias, reason)
-    return Registration(params.name, version, alias, reason)
-
-
-def evaluation_digest(problem_lines: Iterable[str], settings: Mapping[str, object]) -> str:
-    """Digest of an evaluation set: its problems as JSON lines, in order, and how they are scored."""
-    total = hashlib.sha256()
-    for line in problem_lines:
-        total.update(line.strip().encode() + b"\n")
-    total.update(json.dumps(settings, sort_keys=True).encode())
-    return total.hexdigest()
+    logger.info("%s is %s: %s", uri, verdict.alias, verdict.reason)
+    return Registration(params.name, version, verdict.alias, verdict.reason)
 
 
 def _find(store: Store, name: str, digest: str, evaluation: str) -> int | None:
@@ -117,7 +105,7 @@ def _find(store: Store, name: str, digest: str, evaluation: str) -> int | None:
     found = [
         int(version.version)
         for version in store.client.search_model_versions(wanted)
-        if version.tags.get(_EVALUATION) == evaluation
+        if version.tags.get(SET_TAG) == evaluation
     ]
     return min(found, default=None)
 
@@ -128,26 +116,23 @@ def _create(run: Run, candidate: Candidate, digest: str, name: str) -> int:
     tags = {
         **candidate.tags,
         _POLICY: digest,
-        _EVALUATION: candidate.evaluation,
+        SET_TAG: candidate.evaluation,
+        RUN_TAG: run.run_id,
         _ACCURACY: repr(candidate.accuracy.mean),
         "accuracy_low": repr(candidate.accuracy.low),
         "accuracy_high": repr(candidate.accuracy.high),
         **{f"pass_at_{k}": repr(value) for k, value in candidate.pass_at_k.items()},
     }
-    model = client.create_logged_model(
-        run.store.experiment_id, name="policy", source_run_id=source_run, tags=tags
-    )
-    model_id = str(model.model_id)
-    client.log_model_artifacts(model_id, str(candidate.directory))
-    if _downloaded_digest(run.store, f"models:/{model_id}") != digest:
-        client.finalize_logged_model(model_id, LoggedModelStatus.FAILED)
-        raise RegistryError(
-            f"registry.name {name!r}: models:/{model_id} {_OTHER_BYTES}; no version was "
-            "made; check the artifact store of tracking.artifact_location"
+    try:
+        model_id = store_policy(
+            run.store, policy, tags=tags, source_run=source_run, max_size=params.external_model_size
         )
-    client.finalize_logged_model(model_id, LoggedModelStatus.READY)
+    except ModelStoreError as error:
+        raise RegistryError(f"registry.name {name!r}: {error}; no version was made") from None
     _link_metrics(run, model_id, candidate)
     _ensure_registered_model(run.store, name)
+    stored = client.get_logged_model(model_id).tags
+    tags |= {key: str(stored[key]) for key in (EXTERNAL_TAG, DVC_TAG) if key in stored}
     created = client.create_model_version(
         name, f"models:/{model_id}", run_id=source_run, tags=tags, model_id=model_id
     )
@@ -198,37 +183,20 @@ def _downloaded_digest(store: Store, uri: str) -> str | None:
         return directory_digest(Path(path))
 
 
-def _champion(store: Store, name: str) -> ModelVersion | None:
-    aliases = store.client.get_registered_model(name).aliases
-    if CHAMPION not in aliases:
-        return None
-    return store.client.get_model_version(name, str(aliases[CHAMPION]))
-
-
-def _judge(
-    store: Store, params: RegistryParams, version: int, candidate: Candidate
-) -> tuple[str, str]:
-    champion = _champion(store, params.name)
-    if champion is None:
-        return CHAMPION, "there was no champion"
-    if int(champion.version) == version:
-        return CHAMPION, champion.tags.get(_REASON.format(CHAMPION), "it is the champion already")
-    if champion.tags.get(_EVALUATION) != candidate.evaluation:
-        return CHALLENGER, (
-            f"champion version {champion.version} was scored on another evaluation set; evaluate it on "
-            "this one to compare, or move the alias by hand"
-        )
-    accuracy, best = candidate.accuracy.mean, float(champion.tags[_ACCURACY])
-    found = f"accuracy {accuracy:.4f} against {best:.4f} of version {champion.version}"
-    if accuracy - best > params.min_gain:
-        return CHAMPION, f"{found}, a gain above registry.min_gain {params.min_gain:g}"
-    return CHALLENGER, f"{found}, no gain above registry.min_gain {params.min_gain:g}"
-
-
-def _move_alias(store: Store, name: str, version: int, alias: str, reason: str) -> None:
-    client = store.client
-    client.set_registered_model_alias(name, alias, str(version))
-    client.set_model_version_tag(name, str(version), _REASON.format(alias), reason)
-    aliases = client.get_registered_model(name).aliases
-    if alias == CHAMPION and str(aliases.get(CHALLENGER)) == str(version):
-        client.delete_registered_model_alias(name, CHALLENGER)
+def _judge(run: Run, params: RegistryParams, version: int, rule: Rule, root: Path) -> Verdict:
+    store = run.store
+    entry = versions.of_version(store.client.get_model_version(params.name, str(version)))
+    verdict = promotion.judge(store, entry, rule, root)
+    if verdict.comparison is not None:
+        comparisons.record(run, verdict.comparison.first, verdict.comparison.second)
+    if verdict.alias != CHAMPION or CHAMPION in entry.aliases:
+        return verdict
+    if not params.promote_on_register:
+        why = "registry.promote_on_register is false"
+    elif credentials.are_asked_for(store):
+        why = "promoting takes a credential of its own on this server"
+    else:
+        return verdict
+    return replace(
+        verdict, alias=CHALLENGER, reason=f"{verdict.reason}; {why}: `polyturn promote` moves it"
+    )

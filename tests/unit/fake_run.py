@@ -16,11 +16,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from polyturn import layout, trajectories
+from polyturn.data.files import write_jsonl
 from polyturn.data.synthetic import draw_figure, figure_rng
 from polyturn.envs.base import image_record
 from polyturn.envs.zoom import REGIONS, build_env, tool_call
 from polyturn.params import SyntheticParams
 from polyturn.recorder import records
+from polyturn.results import RESULTS, ProblemResult, to_row
 from polyturn.statistics import bootstrap_interval
 from polyturn.types import Group, Message, Problem, StopReason, Trajectory, Turn
 
@@ -185,16 +187,19 @@ def _write_evaluation(
                 root / layout.EVALUATION / "png", group.trajectories[0].images[1:]
             )
     trajectories.write_records(root / layout.EVALUATION / "trajectories.jsonl.gz", kept)
-    lines = [
-        {
-            "id": p.id,
-            "correct": {f"{policy}/sampled": [tries[i]] for policy, tries in right.items()},
-        }
+    found = [
+        ProblemResult(
+            id=p.id,
+            answer=p.answer,
+            correct={f"{policy}/sampled": [tries[i]] for policy, tries in right.items()},
+            kind=" ".join(p.messages[0].text.split()[2:]).rstrip("."),
+            question=p.messages[0].text,
+            pictures=[image.sha256 for image in p.images],
+            replies={"policy/sampled": f"Answer: \\boxed{{{p.answer}}}"},
+        )
         for i, p in enumerate(problems)
     ]
-    (root / layout.EVALUATION / "results.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    write_jsonl(root / layout.EVALUATION / RESULTS, map(to_row, found))
     return right
 
 

@@ -8,43 +8,16 @@ import pytest
 from mlflow.artifacts import download_artifacts
 
 from polyturn.params import RegistryParams, TrackingParams
-from polyturn.statistics import Interval
-from polyturn.tracking import Run, TrackingError, open_run
+from polyturn.tracking import Run, TrackingError, comparisons, open_run
 from polyturn.tracking.lineage import directory_digest
-from polyturn.tracking.registry import (
-    Candidate,
-    Registration,
-    RegistryError,
-    evaluation_digest,
-    register,
-)
-
-PARAMS = RegistryParams(name="tiny policy")
+from polyturn.tracking.registry import Candidate, Registration, RegistryError
+from tests.unit.tracking.scored import PARAMS, candidate, policy, submit
 
 
 @pytest.fixture
 def run(project: Path) -> Iterator[Run]:
     with open_run(TrackingParams(), root=project, name="register", stage="register") as opened:
         yield opened
-
-
-def policy(project: Path, weights: str) -> Path:
-    directory = project / f"policy-{weights}"
-    (directory / "nested").mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text("{}")
-    (directory / "nested/model.safetensors").write_text(weights)
-    return directory
-
-
-def candidate(project: Path, weights: str, accuracy: float, evaluation: str = "set 1") -> Candidate:
-    interval = Interval(accuracy, accuracy - 0.1, accuracy + 0.1)
-    return Candidate(
-        policy(project, weights),
-        evaluation,
-        interval,
-        {1: accuracy, 4: 0.9},
-        {"git.commit": "c0ffee"},
-    )
 
 
 def aliases(run: Run) -> dict[str, int]:
@@ -54,7 +27,7 @@ def aliases(run: Run) -> dict[str, int]:
 
 def test_the_first_policy_becomes_champion_with_its_evaluation_as_tags(project: Path, run: Run):
     entry = candidate(project, "a", 0.5)
-    assert register(run, entry, PARAMS) == Registration(
+    assert submit(project, entry) == Registration(
         "tiny policy", 1, "champion", "there was no champion"
     )
     version = run.store.client.get_model_version_by_alias(PARAMS.name, "champion")
@@ -72,58 +45,85 @@ def test_the_first_policy_becomes_champion_with_its_evaluation_as_tags(project: 
 
 def test_the_champion_downloads_as_the_policy_directory(project: Path, run: Run, tmp_path: Path):
     entry = candidate(project, "a", 0.5)
-    register(run, entry, PARAMS)
+    submit(project, entry)
     mlflow.set_tracking_uri(run.store.addresses.uri)
     path = download_artifacts(f"models:/{PARAMS.name}@champion", dst_path=str(tmp_path / "got"))
     assert directory_digest(Path(path)) == directory_digest(entry.directory)
 
 
 def test_registering_again_gives_the_same_version_and_words(project: Path, run: Run):
-    first = register(run, candidate(project, "a", 0.5), PARAMS)
-    assert register(run, candidate(project, "a", 0.5), PARAMS) == first
+    first = submit(project, candidate(project, "a", 0.5))
+    assert submit(project, candidate(project, "a", 0.5)) == first
     assert len(run.store.client.search_model_versions(f"name = '{PARAMS.name}'")) == 1
     assert len(run.store.client.search_logged_models([run.store.experiment_id])) == 1
 
 
-def test_the_champion_moves_on_improvement_only(project: Path, run: Run):
-    register(run, candidate(project, "a", 0.5), PARAMS)
-    for weights, accuracy in (("b", 0.5), ("c", 0.4)):
-        entry = register(run, candidate(project, weights, accuracy), PARAMS)
+def test_the_champion_moves_only_where_the_interval_of_the_paired_gain_is_above_zero(
+    project: Path, run: Run
+):
+    submit(project, candidate(project, "a", 0.5))
+    # One problem more of 64: the interval of the gain holds 0. Ten more: it does not.
+    for weights, accuracy in (("b", 0.5), ("c", 0.4), ("d", 33 / 64)):
+        entry = submit(project, candidate(project, weights, accuracy))
         assert entry.alias == "challenger"
-        assert f"accuracy {accuracy:.4f} against 0.5000 of version 1" in entry.reason
-    assert aliases(run) == {"champion": 1, "challenger": 3}
-    assert register(run, candidate(project, "d", 0.51), PARAMS).alias == "champion"
-    assert aliases(run) == {"champion": 4, "challenger": 3}
+        assert "over tiny policy v1 on 64 problems: the lower bound does not exceed" in entry.reason
+    assert aliases(run) == {"champion": 1, "challenger": 4}
+    promoted = submit(project, candidate(project, "e", 42 / 64))
+    assert promoted.alias == "champion"
+    assert promoted.reason.startswith("gain +0.1562 [+0.0")
+    assert "(comparison 4 on this set)" in promoted.reason
+    assert aliases(run) == {"champion": 5, "challenger": 4}
 
 
-def test_a_gain_must_exceed_the_configured_one(project: Path, run: Run):
-    strict = RegistryParams(name=PARAMS.name, min_gain=0.05)
-    register(run, candidate(project, "a", 0.5), strict)
-    assert register(run, candidate(project, "b", 0.54), strict).alias == "challenger"
-    assert register(run, candidate(project, "c", 0.56), strict).alias == "champion"
+def test_the_lower_bound_must_exceed_the_configured_gain(project: Path):
+    submit(project, candidate(project, "a", 0.5))
+    strict = RegistryParams(name=PARAMS.name, min_gain=0.2)
+    better = candidate(project, "b", 42 / 64)
+    assert submit(project, better, strict).alias == "challenger"
+    assert submit(project, better, PARAMS).alias == "champion"
 
 
 def test_a_challenger_that_is_promoted_is_no_challenger_any_more(project: Path, run: Run):
-    register(run, candidate(project, "a", 0.5), PARAMS)
-    strict = RegistryParams(name=PARAMS.name, min_gain=0.2)
-    assert register(run, candidate(project, "b", 0.6), strict).alias == "challenger"
-    assert register(run, candidate(project, "b", 0.6), PARAMS).alias == "champion"
+    submit(project, candidate(project, "a", 0.5))
+    strict = RegistryParams(name=PARAMS.name, min_gain=0.5)
+    assert submit(project, candidate(project, "b", 0.8), strict).alias == "challenger"
+    assert submit(project, candidate(project, "b", 0.8), PARAMS).alias == "champion"
     assert aliases(run) == {"champion": 2}
 
 
-def test_another_evaluation_set_is_not_compared(project: Path, run: Run):
-    register(run, candidate(project, "a", 0.5), PARAMS)
-    entry = register(run, candidate(project, "b", 0.99, "set 2"), PARAMS)
+def test_registering_promotes_nothing_where_it_is_told_not_to(project: Path, run: Run):
+    submit(project, candidate(project, "a", 0.5))
+    by_hand = RegistryParams(name=PARAMS.name, promote_on_register=False)
+    entry = submit(project, candidate(project, "b", 0.9), by_hand)
     assert entry.alias == "challenger"
-    assert "champion version 1 was scored on another evaluation set" in entry.reason
+    assert entry.reason.endswith("promote_on_register is false: `polyturn promote` moves it")
+    assert aliases(run) == {"champion": 1, "challenger": 2}
+    again = submit(project, candidate(project, "a", 0.5), by_hand)
+    assert (again.version, again.alias) == (1, "champion")
+
+
+def test_every_comparison_on_a_set_is_counted_and_pairs_once(project: Path, run: Run):
+    for weights, accuracy in (("a", 0.5), ("b", 0.5), ("c", 0.5), ("c", 0.5)):
+        submit(project, candidate(project, weights, accuracy))
+    assert comparisons.count(run.store, "set 1") == comparisons.Count(total=3, pairs=2)
+    assert comparisons.count(run.store, "set 2") == comparisons.Count(total=0, pairs=0)
+
+
+def test_another_evaluation_set_is_not_compared(project: Path, run: Run):
+    submit(project, candidate(project, "a", 0.5))
+    entry = submit(project, candidate(project, "b", 0.99, "set 2"))
+    assert entry.alias == "challenger"
+    assert (
+        "tiny policy v1 was scored on evaluation set set 1, tiny policy v2 on set 2" in entry.reason
+    )
     assert aliases(run) == {"champion": 1, "challenger": 2}
 
 
 def test_equal_weights_on_another_evaluation_set_are_a_version_of_their_own(
     project: Path, run: Run
 ):
-    register(run, candidate(project, "a", 0.5), PARAMS)
-    assert register(run, candidate(project, "a", 0.6, "set 2"), PARAMS).version == 2
+    submit(project, candidate(project, "a", 0.5))
+    assert submit(project, candidate(project, "a", 0.6, "set 2")).version == 2
 
 
 def test_nothing_is_registered_that_does_not_download_as_it_was(
@@ -138,7 +138,7 @@ def test_nothing_is_registered_that_does_not_download_as_it_was(
 
     monkeypatch.setattr(type(run.store.client), "log_model_artifacts", lossy)
     with pytest.raises(RegistryError, match="no version was made"):
-        register(run, candidate(project, "a", 0.5), PARAMS)
+        submit(project, candidate(project, "a", 0.5))
     assert run.store.client.search_registered_models() == []
     (model,) = run.store.client.search_logged_models([run.store.experiment_id])
     assert str(model.status) == "FAILED"
@@ -146,15 +146,15 @@ def test_nothing_is_registered_that_does_not_download_as_it_was(
 
 @pytest.mark.parametrize("harm", ["deleted", "changed"])
 def test_no_alias_moves_to_a_version_whose_files_were_harmed(project: Path, run: Run, harm: str):
-    register(run, candidate(project, "a", 0.5), PARAMS)
-    register(run, candidate(project, "b", 0.4), PARAMS)
+    submit(project, candidate(project, "a", 0.5))
+    submit(project, candidate(project, "b", 0.4))
     paths = [
         p for p in (project / "mlartifacts").rglob("model.safetensors") if p.read_text() == "b"
     ]
     for path in paths:
         path.write_text("x") if harm == "changed" else path.unlink()
     with pytest.raises(RegistryError, match="aliases were not moved"):
-        register(run, candidate(project, "b", 0.4), RegistryParams(name=PARAMS.name))
+        submit(project, candidate(project, "b", 0.4))
     assert aliases(run) == {"champion": 1, "challenger": 2}
 
 
@@ -162,20 +162,11 @@ def test_the_training_run_is_the_source_where_it_is_known(project: Path, run: Ru
     with open_run(TrackingParams(), root=project, name="train") as train:
         pass
     known = candidate(project, "a", 0.5)
-    for source, expected in ((train.run_id, train.run_id), ("0" * 32, run.run_id)):
+    for source, name in ((train.run_id, "train"), ("0" * 32, "register")):
         entry = Candidate(policy(project, source), "set 1", known.accuracy, source_run_id=source)
-        version = register(run, entry, PARAMS).version
-        assert run.store.client.get_model_version(PARAMS.name, str(version)).run_id == expected
-
-
-def test_evaluation_digest_depends_on_problems_order_and_settings():
-    lines = ['{"id": 1}\n', '{"id": 2}']
-    digest = evaluation_digest(lines, {"temperature": 1.0, "k": 1})
-    assert digest == evaluation_digest(
-        [line.strip() for line in lines], {"k": 1, "temperature": 1.0}
-    )
-    assert digest != evaluation_digest(reversed(lines), {"temperature": 1.0, "k": 1})
-    assert digest != evaluation_digest(lines, {"temperature": 0.5, "k": 1})
+        version = submit(project, entry).version
+        stored = run.store.client.get_model_version(PARAMS.name, str(version))
+        assert run.store.client.get_run(str(stored.run_id)).info.run_name == name
 
 
 def test_a_name_that_mlflow_cannot_address_is_refused():

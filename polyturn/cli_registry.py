@@ -1,0 +1,68 @@
+"""The subcommands around the registry (compare, promote, ...): their arguments, and what each calls."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+AddCommand = Callable[[str, str], argparse.ArgumentParser]
+
+_NAMES = "v3, an alias (champion), MODEL@ALIAS, MODEL/3 or an MLflow run id"
+
+
+def add(command: AddCommand) -> None:
+    """Add the subcommands; `command(name, about)` makes a parser for one."""
+    _add_compare(command("compare", "compare two versions or runs on the same evaluation set"))
+    _add_promote(command("promote", "move the champion alias, by the promotion rule or by hand"))
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", help=_NAMES)
+    parser.add_argument("second", help="as FIRST; the difference is second minus first")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare.html"), help="(%(default)s)")
+    parser.add_argument(
+        "--problems",
+        type=int,
+        default=24,
+        metavar="N",
+        help="shown in each direction of those on which they differ (%(default)s)",
+    )
+    parser.set_defaults(run=_compare)
+
+
+def _add_promote(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("candidate", nargs="?", help=f"{_NAMES}; default: the challenger")
+    parser.add_argument("--to", metavar="VERSION", help="make it champion whatever it scored")
+    parser.add_argument("--reason", default="", help="why, with --to")
+    parser.add_argument("--history", action="store_true", help="print every move of an alias")
+    parser.set_defaults(run=_promote)
+
+
+def _compare(chosen: argparse.Namespace) -> int:
+    from polyturn import compare_cli, compare_text
+
+    request = compare_cli.Request(chosen.first, chosen.second, chosen.out, chosen.problems)
+    outcome = compare_cli.run(request, Path.cwd())
+    if chosen.markdown:
+        print(compare_text.markdown(outcome.found), end="")
+    else:
+        print("\n".join([*compare_text.lines(outcome.found), "", str(outcome.page)]))
+    return 0
+
+
+def _promote(chosen: argparse.Namespace) -> int:
+    from polyturn import promote_cli
+
+    if chosen.history:
+        print("\n".join(promote_cli.history(Path.cwd())))
+        return 0
+    if chosen.to and chosen.candidate:
+        raise ValueError("promote takes a candidate for the rule, or --to VERSION --reason TEXT")
+    if chosen.to:
+        outcome = promote_cli.by_hand(chosen.to, chosen.reason, Path.cwd())
+    else:
+        outcome = promote_cli.by_rule(chosen.candidate, Path.cwd())
+    print("\n".join(outcome.lines))
+    return 0 if outcome.is_champion else 1
