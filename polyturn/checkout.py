@@ -30,3 +30,15 @@ def _main_worktree(root: Path) -> Path:
         return root
     common = Path(found.stdout.strip())
     return common.parent if common.name == ".git" else root
+
+
+def from_checkout(path: str, root: Path = Path()) -> Path:
+    """A path of params.yaml: as it is where that exists, else as seen from the main checkout, whose untracked files a worktree lacks.
+
+    The value stays relative in params.yaml, so that worktree and checkout have the same params and share the run cache.
+    """
+    here = Path(path)
+    if here.is_absolute() or (root / here).exists():
+        return here
+    there = main_checkout(root) / here
+    return there if there.exists() else here

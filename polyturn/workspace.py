@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import subprocess
-import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from polyturn import layout, params
+from polyturn.bootstrap import bootstrap
 from polyturn.data.files import atomic_path
 from polyturn.params import Params
 from polyturn.params_tree import ParamsError, Tree, merge, override, read_tree
@@ -135,15 +135,20 @@ def _update(document: MutableMapping[str, object], changes: Mapping[str, object]
             document[key] = value
 
 
-def create(root: Path, name: str, changes: Mapping[str, object]) -> Path:
-    """Make a git worktree of the current commit with `changes` in its params.yaml; return its path.
+def create(
+    root: Path, name: str, changes: Mapping[str, object], *, revision: str | None = None
+) -> Path:
+    """Make a git worktree of the current commit (or `revision`) with `changes` in its params.yaml; return its path.
 
-    One of the same name, which a failed run has left, is replaced. It shares the DVC cache with `root`. A relative data.path or model.path is taken from `root`.
+    One of the same name, which a failed run has left, is replaced. It shares the DVC cache with
+    `root` (see `polyturn.bootstrap`).
 
     Raises:
-        WorkspaceError: `root` has uncommitted edits (they would silently not be part of the run), or git fails.
+        WorkspaceError: `root` has uncommitted edits (they would silently not be part of the run) and no revision is
+            named, the revision is unknown, or git fails.
     """
-    if edits := uncommitted(root):
+    commit = "HEAD" if revision is None else resolve(root, revision)
+    if revision is None and (edits := uncommitted(root)):
         shown = ", ".join(edits[:5]) + (f" and {len(edits) - 5} more" if len(edits) > 5 else "")
         raise WorkspaceError(
             f"a run in a worktree of its own starts from a commit, and {shown} is not committed; "
@@ -153,10 +158,44 @@ def create(root: Path, name: str, changes: Mapping[str, object]) -> Path:
     _git(root, "worktree", "prune")
     if path.exists():
         remove(root, path)
-    _git(root, "worktree", "add", "--quiet", "--detach", str(path), "HEAD")
-    write_params(path, _absolute_paths(root, changes))
-    _dvc(path, "cache", "dir", "--local", str(_cache_dir(root)))
+    _git(root, "worktree", "add", "--quiet", "--detach", str(path), commit)
+    write_params(path, changes)
+    bootstrap(path)
     return path
+
+
+def resolve(root: Path, revision: str) -> str:
+    """The commit of a branch, tag or commit; what `root` does not know is fetched from its remotes first.
+
+    A branch of a remote goes before the local one of that name, which may be behind.
+
+    Raises:
+        WorkspaceError: neither knows it.
+    """
+    names = (f"refs/remotes/origin/{revision}", revision)
+    if _commit(root, *names[1:]) != revision:  # not a whole commit id that is here already
+        _fetch(root)
+    if (found := _commit(root, *names)) is None:
+        raise WorkspaceError(
+            f"revision {revision!r} is no branch, tag or commit that {root} or its remotes know; push it first"
+        )
+    return found
+
+
+def _commit(root: Path, *names: str) -> str | None:
+    for name in names:
+        command = ["git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
+        found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        if found.returncode == 0:
+            return found.stdout.strip()
+    return None
+
+
+def _fetch(root: Path) -> None:
+    try:
+        _git(root, "fetch", "--all", "--quiet")
+    except WorkspaceError as error:  # what is here may do
+        logger.warning("%s", error)
 
 
 def remove(root: Path, path: Path) -> None:
@@ -170,27 +209,8 @@ def uncommitted(root: Path) -> list[str]:
     return [name for line in lines if (name := line[3:]) not in _OUTPUTS]
 
 
-def _absolute_paths(root: Path, changes: Mapping[str, object]) -> Tree:
-    absolute: Tree = dict(changes)
-    for section in ("data", "model"):
-        keys = absolute.get(section)
-        if isinstance(keys, Mapping):
-            path = cast("Mapping[str, object]", keys).get("path")
-            if isinstance(path, str) and (root / path).exists():
-                absolute[section] = {**keys, "path": str((root / path).resolve())}
-    return absolute
-
-
-def _cache_dir(root: Path) -> Path:
-    return Path(_dvc(root, "cache", "dir").strip().splitlines()[-1]).resolve()
-
-
 def _git(root: Path, *arguments: str) -> str:
     return _run(["git", *arguments], root)
-
-
-def _dvc(root: Path, *arguments: str) -> str:
-    return _run([sys.executable, "-m", "dvc", *arguments], root)
 
 
 def _run(command: Sequence[str], root: Path) -> str:

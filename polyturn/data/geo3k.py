@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+from polyturn.checkout import from_checkout
 from polyturn.data.s3 import ObjectStore, parent_uri
 from polyturn.params import DataParams, ImagesParams, ParamsError
 
@@ -130,7 +131,7 @@ def open_geo3k(params: DataParams, images: ImagesParams, work_dir: Path) -> File
     if params.path.startswith("s3://"):
         files = ObjectStore(images).download_dataset(params.path, work_dir / "dataset")
         return FileSource(files, None, params.base_url or parent_uri(params.path))
-    path = Path(params.path)
+    path = from_checkout(params.path)
     if path.is_dir():
         return FileSource(dataset_files(path), path, params.base_url)
     if path.is_file():

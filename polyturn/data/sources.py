@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
+from polyturn.checkout import from_checkout
 from polyturn.data.geo3k import open_geo3k
 from polyturn.data.synthetic import SyntheticSource
 from polyturn.envs.base import load_object
@@ -103,6 +104,6 @@ def load_source(params: DataParams, images: ImagesParams, *, seed: int, work_dir
             f'data.source must be synthetic, geo3k or "module:attr" of a load(split) function, '
             f"got {params.source!r}"
         )
-    root = Path(params.path) if params.path else None
+    root = from_checkout(params.path) if params.path else None
     function = load_object(params.source, "data.source")
     return OwnSource(function, params.source, root, params.base_url, seed, params.params)

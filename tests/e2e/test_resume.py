@@ -11,15 +11,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import boto3
 import pytest
 import torch
+from botocore.client import BaseClient
+from mlflow import MlflowClient
 from safetensors.torch import load_file
 
 from polyturn import layout, workspace
+from tests import s3
 from tests.toy_project import ToyProject, wait_until
 
 pytestmark = pytest.mark.slow
@@ -308,9 +313,103 @@ def test_work_on_a_shared_path_is_leased_and_removed_at_the_end(
     assert result.returncode == 0, result.stdout
     assert [path.suffix for path in shared.iterdir()] == [".lock"]
     assert outputs(project, tmp_path / "kept").weights == undisturbed.weights
-    change(project, train={"work_uri": "s3://bucket/work"})
-    result = project.stage("train")
-    assert result.returncode == 2
-    assert (
-        "train.work_uri must be a path, local or on a shared disk, in this version" in result.stdout
+
+
+def test_a_second_worker_goes_on_from_a_bucket_where_one_died_with_its_directory(
+    project: ToyProject, undisturbed: Outputs, tmp_path: Path
+) -> None:
+    """The same bytes and history; what lies in the bucket goes once the outputs are in place."""
+    with s3.serving("team") as url:
+        storage = {"endpoint_url": url}
+        change(project, train={"work_uri": "s3://team/work", "lease_s": 3.0}, storage=storage)
+        first = tmp_path / "first"
+        shutil.copytree(project.path, first, ignore=shutil.ignore_patterns(".polyturn"))
+        process = ToyProject(first).start(*TRAIN, **s3.CREDENTIALS)
+        wait_until(lambda: "snapshot_000003.json" in bucket(url), seconds=120)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+        shutil.rmtree(first)
+        assert "lease.json" in bucket(url)
+        result = project.run(*TRAIN, **s3.CREDENTIALS)
+        assert result.returncode == 0, result.stdout
+        assert "who is silent, is taken over" in result.stdout
+        fetched = re.search(r"train: fetched the checkpoint of step (\d)", result.stdout)
+        assert fetched, result.stdout
+        assert int(fetched[1]) >= 3
+        assert f"after step {fetched[1]}" in result.stdout
+        second = outputs(project, tmp_path / "second")
+        assert second.weights == undisturbed.weights
+        assert (second.curve, second.trajectories) == (undisturbed.curve, undisturbed.trajectories)
+        assert bucket(url) == {}
+    history = metric_history(project, "rollout/raw_reward")
+    assert [step for step, _ in history] == list(range(6))
+
+
+def test_a_worker_that_slept_while_another_took_over_ends_without_a_trace(
+    project: ToyProject, undisturbed: Outputs, tmp_path: Path
+) -> None:
+    """PIPE-26: no double training on one work directory."""
+    with s3.serving("team") as url:
+        storage = {"endpoint_url": url}
+        change(project, train={"work_uri": "s3://team/work", "lease_s": 3.0}, storage=storage)
+        sleeper = tmp_path / "sleeper"
+        shutil.copytree(project.path, sleeper, ignore=shutil.ignore_patterns(".polyturn"))
+        process = ToyProject(sleeper).start(*TRAIN, **s3.CREDENTIALS)
+        wait_until(lambda: "snapshot_000001.json" in bucket(url), seconds=120)
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        feign_another_machine(url)
+        result = project.run(*TRAIN, **s3.CREDENTIALS)
+        assert result.returncode == 0, result.stdout
+        assert "who is silent, is taken over" in result.stdout
+        assert outputs(project, tmp_path / "second").weights == undisturbed.weights
+        os.kill(process.pid, signal.SIGCONT)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 2, output
+        assert "was taken over by nobody: it was removed" in output
+        assert "Traceback" not in output
+        assert bucket(url) == {}
+        assert ToyProject(sleeper).runs()["train"][-1] == "FAILED"
+
+
+def client_of(url: str) -> BaseClient:
+    """A client of the test's server."""
+    return boto3.client(
+        "s3", "us-east-1", endpoint_url=url, aws_access_key_id="k", aws_secret_access_key="s"
     )
+
+
+def bucket(url: str) -> dict[str, str]:
+    """Keys of the run's objects by their names."""
+    found = client_of(url).list_objects_v2(Bucket="team").get("Contents", [])
+    return {entry["Key"].split("/", 2)[-1]: entry["Key"] for entry in found}
+
+
+def feign_another_machine(url: str) -> None:
+    """Change the lease so that nobody can see whether its holder's process lives."""
+    client, key = client_of(url), bucket(url)["lease.json"]
+    lease = client.get_object(Bucket="team", Key=key)["Body"].read()
+    changed = lease.replace(b'"machine": "', b'"machine": "another ')
+    client.put_object(Bucket="team", Key=key, Body=changed)
+
+
+def metric_history(project: ToyProject, name: str) -> list[tuple[int, float]]:
+    """Of the newest training run."""
+    run_id = json.loads((project.path / layout.TRAIN_RUN).read_text())["run_id"]
+    client = MlflowClient(f"sqlite:///{project.path}/mlflow.db")
+    return sorted((m.step, m.value) for m in client.get_metric_history(run_id, name))
+
+
+def test_a_bucket_that_cannot_be_reached_is_one_line(project: ToyProject) -> None:
+    """PIPE-10: no training before it, no hang."""
+    change(
+        project,
+        train={"work_uri": "s3://team/work"},
+        storage={"endpoint_url": "http://127.0.0.1:9"},
+    )
+    started = time.monotonic()
+    result = project.run(*TRAIN, **s3.CREDENTIALS)
+    assert result.returncode == 1
+    assert "127.0.0.1:9 cannot be reached" in result.stdout
+    assert "Traceback" not in result.stdout
+    assert time.monotonic() - started < 60

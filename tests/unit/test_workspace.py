@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from polyturn import params, workspace
+from polyturn.bootstrap import BootstrapError, default_remote
+from polyturn.checkout import from_checkout, main_checkout
 from polyturn.params import ParamsError
 from polyturn.params_tree import merge
 from polyturn.workspace import WorkspaceError
@@ -121,11 +123,51 @@ def test_a_worktree_beside_uncommitted_edits_is_refused(toy: Toy, name: str) -> 
     assert not (project.path / ".polyturn/worktrees").exists()
 
 
-def test_a_relative_dataset_is_found_from_the_worktree(toy: Toy) -> None:
+def test_a_relative_dataset_is_found_from_the_worktree(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stays relative in params.yaml, or the worktree would not share the checkout's run cache."""
     project = toy(one="pass")
-    path = workspace.create(
-        project.path, "mine", {"data": {"path": "data.txt"}, "model": {"path": "Qwen/absent"}}
-    )
+    (project.path / "runs").mkdir()  # git does not carry it
+    (project.path / "runs" / "rows.jsonl").write_text("")
+    changes = {"data": {"path": "runs/rows.jsonl"}, "model": {"path": "Qwen/absent"}}
+    path = workspace.create(project.path, "mine", changes)
+    monkeypatch.chdir(path)
     written = params.load(path / "params.yaml")
-    assert written.data.path == str(project.path / "data.txt")
-    assert written.model.path == "Qwen/absent"
+    assert written.data.path == "runs/rows.jsonl"
+    assert from_checkout(written.data.path) == project.path / "runs/rows.jsonl"
+    assert from_checkout("data.txt") == Path("data.txt"), "tracked files are the worktree's own"
+    assert from_checkout("Qwen/absent") == Path("Qwen/absent")
+    assert from_checkout("/nowhere") == Path("/nowhere")
+
+
+@pytest.mark.parametrize("depth", [".dvc/tmp/exps/tmpabc", ".dvc/tmp/exps/tmpabc/sub"])
+def test_dvcs_temporary_experiments_belong_to_their_checkout(toy: Toy, depth: str) -> None:
+    project = toy(one="pass")
+    path = project.path / depth
+    path.mkdir(parents=True)
+    assert main_checkout(path) == project.path
+    subprocess.run(["git", "init", "-q"], cwd=path, check=True)
+    assert main_checkout(path) == project.path
+    worktree = workspace.create(project.path, "mine", {})
+    (worktree / depth).mkdir(parents=True)
+    assert main_checkout(worktree / depth) == project.path
+
+
+def test_a_worktree_gets_the_local_settings_and_the_remote_of_params(toy: Toy) -> None:
+    project = toy(one="pass")
+    project.run("dvc", "config", "--local", "cache.type", "copy")
+    storage = {"url": "s3://team/dvc", "endpoint_url": "http://127.0.0.1:9"}
+    path = workspace.create(project.path, "mine", {"storage": storage})
+    assert default_remote(path) == "s3://team/dvc"
+    assert default_remote(project.path) is None
+    text = (path / ".dvc/config.local").read_text()
+    assert "type = copy" in text
+    assert "endpointurl = http://127.0.0.1:9" in text
+
+
+def test_what_dvc_refuses_is_told(toy: Toy) -> None:
+    project = toy(one="pass")
+    (project.path / ".dvc/config.local").write_text("[core")
+    with pytest.raises(BootstrapError, match=r"`dvc cache dir.* failed"):
+        workspace.create(project.path, "mine", {})
