@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_vl.modeling_qwen3_vl import eager_attention_forward
 
 from polyturn.fused import opaque
+from polyturn.transfer import to_device
 from polyturn.types import Span
 
 PREFIX = "polyturn_"
@@ -67,14 +68,19 @@ class Packing:
     @cached_property
     def scatter(self) -> Tensor:
         """The place of each packed token in `gather`, [T]; a shared prompt's is in one of its samples."""
-        starts = self.bounds.tolist()[:-1]
-        return self._places(self.spans, starts)
+        return self._tensor(self._own_places)
+
+    @cached_property
+    def copies(self) -> Tensor:
+        """The places in `gather` that `scatter` leaves out: a shared prompt's in all of its samples but one."""
+        is_copy = np.ones(self._bounds[-1], dtype=bool)
+        is_copy[self._own_places] = False
+        return self._tensor(np.flatnonzero(is_copy))
 
     @cached_property
     def bounds(self) -> Tensor:
         """Where the samples begin in `gather` and where the last one ends, [S + 1] int32."""
-        lengths = [span.length for span in self.spans]
-        return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=self.device)
+        return self._tensor(np.array(self._bounds, dtype=np.int32))
 
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
@@ -104,20 +110,30 @@ class Packing:
     def padded_scatter(self) -> Tensor:
         """The place of each packed token in `padded_gather`, [T]."""
         lengths = [length for number, length in self.shapes for _ in range(number)]
-        return self._places(self._sorted, np.cumsum([0, *lengths]).tolist()[:-1])
+        return self._tensor(_places(self._sorted, np.cumsum([0, *lengths]).tolist()[:-1]))
 
     @cached_property
     def _sorted(self) -> list[Span]:
         return sorted(self.spans, key=lambda span: -span.length)
 
-    def _places(self, spans: Sequence[Span], starts: Sequence[int]) -> Tensor:
-        places = np.zeros(max(span.stop for span in spans), dtype=np.int64)
-        for start, span in zip(starts, spans, strict=True):
-            places[span.indices()] = start + np.arange(span.length)
-        return self._tensor(places)
+    @cached_property
+    def _bounds(self) -> list[int]:
+        return np.cumsum([0, *(span.length for span in self.spans)]).tolist()
+
+    @cached_property
+    def _own_places(self) -> np.ndarray:
+        return _places(self.spans, self._bounds[:-1])
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return to_device(torch.from_numpy(values), self.device)
+
+
+def _places(spans: Sequence[Span], starts: Sequence[int]) -> np.ndarray:
+    """Where each packed token is, [T], with spans laid out from `starts` on."""
+    places = np.zeros(max(span.stop for span in spans), dtype=np.int64)
+    for start, span in zip(starts, spans, strict=True):
+        places[span.indices()] = start + np.arange(span.length)
+    return places
 
 
 @opaque  # its gathers depend on the samples; what stands around it compiles well
@@ -152,7 +168,9 @@ def _padded(tokens: Sequence[Tensor], packing: Packing, scaling: float) -> Tenso
 
 
 def _varlen(tokens: Sequence[Tensor], packing: Packing, scaling: float) -> Tensor:
-    query, key, value = (_gather(tensor, packing.gather) for tensor in tokens)
+    query, key, value = (
+        _Lay.apply(tensor.flatten(1), packing).unflatten(1, tensor.shape[1:]) for tensor in tokens
+    )
     output = _varlen_kernel()(
         query,
         key,
@@ -164,7 +182,47 @@ def _varlen(tokens: Sequence[Tensor], packing: Packing, scaling: float) -> Tenso
         scale=scaling,
         window_size=(-1, 0),
     )
-    return _gather(cast("Tensor", output), packing.scatter)
+    rows = cast("Tensor", output)
+    return cast("Tensor", _PickUp.apply(rows.flatten(1), packing)).unflatten(1, rows.shape[1:])
+
+
+class _Context(Protocol):
+    packing: Packing
+    num_rows: int
+
+
+class _Lay(torch.autograd.Function):
+    """Packed rows [T, C] -> samples end to end [E, C]. Only the copies of a shared prompt have to be summed back."""
+
+    @staticmethod
+    def forward(ctx: _Context, rows: Tensor, packing: Packing) -> Tensor:
+        ctx.packing = packing
+        return rows.index_select(0, packing.gather)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: _Context, gradient: Tensor
+    ) -> tuple[Tensor, None]:
+        packing = ctx.packing
+        own = gradient.index_select(0, packing.scatter)
+        copies = gradient.index_select(0, packing.copies)
+        return own.index_add_(0, packing.gather.index_select(0, packing.copies), copies), None
+
+
+class _PickUp(torch.autograd.Function):
+    """Samples end to end [E, C] -> packed rows [T, C], each from one place."""
+
+    @staticmethod
+    def forward(ctx: _Context, rows: Tensor, packing: Packing) -> Tensor:
+        ctx.packing, ctx.num_rows = packing, len(rows)
+        return rows.index_select(0, packing.scatter)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: _Context, gradient: Tensor
+    ) -> tuple[Tensor, None]:
+        whole = gradient.new_zeros(ctx.num_rows, gradient.shape[1])
+        return whole.index_copy_(0, ctx.packing.scatter, gradient), None
 
 
 @functools.cache

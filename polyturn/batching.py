@@ -89,12 +89,12 @@ def collate(
     def spread(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32).repeat_interleave(sizes)
 
+    token_ids = _join([s.token_ids[skip:] for s, skip in zip(samples, packer.skipped, strict=True)])
+    loss_mask = _join(packer.masks)
     return Batch(
-        token_ids=_join(
-            [s.token_ids[skip:] for s, skip in zip(samples, packer.skipped, strict=True)]
-        ),
+        token_ids=token_ids,
         sequence=torch.arange(len(samples)).repeat_interleave(sizes),
-        loss_mask=_join(packer.masks),
+        loss_mask=loss_mask,
         logprobs=_join(
             [s.logprobs[skip:] for s, skip in zip(samples, packer.skipped, strict=True)]
         ),
@@ -102,6 +102,8 @@ def collate(
         weights=spread(weights),
         position_ids=torch.from_numpy(np.concatenate(packer.positions, axis=1)),
         before=_join(packer.before),
+        trained=loss_mask.nonzero()[:, 0],
+        pads=(token_ids == renderer.family.image_token_id).nonzero()[:, 0],
         images=tuple(packer.images.values()),
         image_rows=tuple(packer.image_rows),
         spans=tuple(packer.spans),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyturn.attention import Packing
 from polyturn.model import Policy
+from polyturn.types import Batch
 from polyturn.vision import Features
 
 
@@ -35,7 +36,8 @@ def hidden_states(
     Raises:
         ValueError: the number of image pads is not the number of visual tokens.
     """
-    embeddings, extra = _embed(policy, token_ids, features)
+    pads = (token_ids == policy.family.image_token_id).view(-1).nonzero()[:, 0]
+    embeddings, extra = _embed(policy, token_ids, pads, features)
     if cache is not None:
         extra[_cache_argument(type(policy.model.model.language_model))] = cache
     return _decode(policy, embeddings, position_ids, mask, extra)
@@ -43,36 +45,33 @@ def hidden_states(
 
 def packed_states(
     policy: Policy,
-    token_ids: Tensor,
-    position_ids: Tensor,
+    batch: Batch,
     features: Sequence[Features],
     *,
-    packing: Packing,
     spare: Sequence[Features] = (),
 ) -> Tensor:
-    """Run the decoder over one row of several samples, each of which attends to itself alone; returns [T, H].
+    """Run the decoder over a packed batch, each of whose samples attends to itself alone; returns [T, H].
 
-    token_ids [T]; position_ids [3, T]; features: of every picture in reading order; spare: features that count
-    with weight 0, so that the vision tower is in the graph of a rank that has no picture.
+    features: of every picture in reading order; spare: features that count with weight 0, so that the vision tower
+    is in the graph of a rank that has no picture.
 
     Raises:
         ValueError: the number of image pads is not the number of visual tokens.
     """
-    embeddings, extra = _embed(policy, token_ids[None], features)
+    embeddings, extra = _embed(policy, batch.token_ids[None], batch.pads, features)
     for feature in spare:
         for level in feature.levels:
             embeddings = embeddings + 0.0 * level.sum()
-    extra["packing"] = packing
-    return _decode(policy, embeddings, position_ids[:, None], None, extra)[0]
+    extra["packing"] = Packing(batch.spans, batch.token_ids.device)
+    return _decode(policy, embeddings, batch.position_ids[:, None], None, extra)[0]
 
 
 def _embed(
-    policy: Policy, token_ids: Tensor, features: Sequence[Features]
+    policy: Policy, token_ids: Tensor, rows: Tensor, features: Sequence[Features]
 ) -> tuple[Tensor, dict[str, object]]:
-    """Embeddings [B, T, H] with visual features in place, and what the decoder wants to know of them."""
+    """Embeddings [B, T, H] with visual features at `rows` [P] of B T, and what the decoder wants to know of them."""
     embeddings = cast("Tensor", policy.model.model.language_model.embed_tokens(token_ids))
-    is_pad = token_ids == policy.family.image_token_id
-    num_pads = int(is_pad.sum())
+    num_pads = len(rows)
     num_visual = sum(len(feature.levels[0]) for feature in features)
     if num_pads != num_visual:
         raise ValueError(f"{num_pads} image pads in the batch, but {num_visual} visual tokens")
@@ -82,12 +81,11 @@ def _embed(
         torch.cat(level).to(embeddings.dtype)
         for level in zip(*(f.levels for f in features), strict=True)
     ]
-    rows = is_pad.view(-1).nonzero()[:, 0]
     flat = embeddings.reshape(-1, embeddings.shape[-1])
     embeddings = flat.index_copy(0, rows, levels[0]).view_as(embeddings)
     if len(levels) == 1:
         return embeddings, {}
-    return embeddings, {"visual_pos_masks": is_pad, "deepstack_visual_embeds": levels[1:]}
+    return embeddings, {"visual_pos_masks": rows, "deepstack_visual_embeds": levels[1:]}
 
 
 def _decode(

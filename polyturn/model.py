@@ -24,7 +24,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.processing_utils import ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from polyturn import attention, hf_weights
+from polyturn import attention, deepstack, hf_weights
+from polyturn.checkout import from_checkout
 from polyturn.hf_weights import WeightsError
 from polyturn.params import ModelParams
 from polyturn.processor import (
@@ -125,6 +126,12 @@ def load(params: ModelParams, directory: Path) -> Policy:
             "name one, a hub id or an s3:// URI, or null to build the small model"
         )
     model_type = _model_type(config_file)
+    if model_type.endswith("_moe"):
+        raise ModelError(
+            f"model.path: {directory} is a {model_type!r}, a mixture of experts, which is not trained: where an engine and "
+            "the learner choose other experts for a token, their logprobs drift apart and the policy collapses, and no "
+            f"engine's choices are replayed here; polyturn trains the dense {sorted(MODEL_CLASSES)}"
+        )
     if model_type not in MODEL_CLASSES:
         raise ModelError(
             f"model.path: {directory} is a {model_type!r}; polyturn trains {sorted(MODEL_CLASSES)}"
@@ -191,6 +198,7 @@ def wrap(model: PreTrainedModel, processor: ProcessorMixin) -> Policy:
     """Put a model and its processor together; dropout stays off for good (eval mode)."""
     usable = cast("Processor", processor)
     attention.install(model)
+    deepstack.install(model)
     return Policy(model.eval(), usable, family_of(model, usable))
 
 
@@ -206,8 +214,8 @@ def resolve(params: ModelParams, download_dir: Path) -> tuple[Path, str | None]:
     path = cast("str", params.path)
     if path.startswith("s3://"):
         return _download_s3(path, download_dir), None
-    if Path(path).is_dir():
-        return Path(path), None
+    if (directory := from_checkout(path)).is_dir():
+        return directory, None
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(
             f"model.path: directory {path} does not exist; name a Hugging Face directory, hub id "

@@ -292,7 +292,8 @@ class Batch:
     token_ids, sequence (index of its sample; a shared prompt's: the first that has it) [T] int64; loss_mask [T]
     bool; logprobs (the sampler's), advantages and weights (of each token in the loss) [T] float32; position_ids
     [3, T] int64 (M-RoPE: temporal, height, width); before [N] int64: for each trained token, the token whose
-    state predicts it; images: the distinct pictures; image_rows: for each picture slot in reading order, its
+    state predicts it; trained [N] int64 and pads [P] int64: where loss_mask is true and where image pads are (known
+    beforehand, so that nothing waits for a GPU to count them); images: the distinct pictures; image_rows: for each picture slot in reading order, its
     index into `images`; spans: where each sample lies.
     """
 
@@ -304,11 +305,18 @@ class Batch:
     weights: torch.Tensor
     position_ids: torch.Tensor
     before: torch.Tensor
+    trained: torch.Tensor
+    pads: torch.Tensor
     images: tuple[ImageRecord, ...]
     image_rows: tuple[int, ...]
     spans: tuple[Span, ...]
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with its tensors on `device`."""
+        """The same batch with its tensors on `device`; a GPU takes them when it comes to it (`transfer.to_device`)."""
         names = [f.name for f in fields(self) if f.name not in ("images", "image_rows", "spans")]
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        tensors = {name: getattr(self, name) for name in names}
+        if device.type == "cuda" and not self.token_ids.is_cuda:
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return replace(
+            self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        )

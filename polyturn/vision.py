@@ -12,6 +12,7 @@ from PIL import Image
 
 from polyturn.model import Family, Policy
 from polyturn.tensor_cache import TensorCache
+from polyturn.transfer import to_device
 from polyturn.types import ImageRecord
 
 ENCODE_CHUNK = 128  # pictures per call of the vision tower without gradient
@@ -59,9 +60,13 @@ def encode(
     device = policy.model.device
     for first in range(0, len(images), chunk):
         read = [reader.read(image) for image in images[first : first + chunk]]
-        patches = torch.cat([patch for patch, _ in read]).to(device)
-        grids = torch.stack([grid for _, grid in read]).to(device)
-        output = policy.model.model.get_image_features(patches, image_grid_thw=grids)
+        patches = to_device(torch.cat([patch for patch, _ in read]), device)
+        grids = torch.stack([grid for _, grid in read])
+        ends = torch.nn.functional.pad(grids.prod(-1).cumsum(0, dtype=torch.int32), (1, 0))
+        # on the host, as every block asks for the pictures' lengths: a GPU would have to finish each block first
+        output = policy.model.model.get_image_features(
+            patches, image_grid_thw=to_device(grids, device), cu_seqlens=ends
+        )
         sizes = (grids.prod(-1) // policy.family.merge_size**2).tolist()
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         # transformers 5.24 gives every level a picture, 5.12 some as one tensor of all pictures

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyturn import vision
-from polyturn.learner import lora
+from polyturn.learner import lora, sharding
 from polyturn.learner.base import Logprobs, NonFiniteError, UpdateStats
 from polyturn.learner.export import exported
 from polyturn.learner.objective import loss_terms
@@ -125,7 +125,9 @@ class FsdpLearner:
             group["lr"] = learning_rate
         self._optimizer.zero_grad(set_to_none=True)
         parts: list[MetricSums] = []
-        for share in self._splitter.shares(samples, weights):
+        for share, has_more in _with_more(self._splitter.shares(samples, weights)):
+            if self._place.is_sharded:
+                sharding.expect_more(self._scorer.root, has_more)
             old = None
             if old_logprobs is not None:
                 old = self._splitter.gathered(samples, old_logprobs, share.indices)
@@ -264,3 +266,12 @@ class FsdpLearner:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+
+def _with_more(shares: Iterator[Share]) -> Iterator[tuple[Share, bool]]:
+    """Each share, and whether another one follows."""
+    last = next(shares, None)
+    while last is not None:
+        following = next(shares, None)
+        yield last, following is not None
+        last = following

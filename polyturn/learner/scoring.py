@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from polyturn.attention import Packing
 from polyturn.forward import packed_states
 from polyturn.logprobs import EAGER, HowToScore, Scores, score
 from polyturn.model import Policy
@@ -17,7 +16,7 @@ from polyturn.vision import Features
 
 def trained(batch: Batch, values: Tensor) -> Tensor:
     """Pick the trained tokens of a [T] tensor, in reading order: [N]."""
-    return values[batch.loss_mask]
+    return values.index_select(0, batch.trained)
 
 
 def score_batch(
@@ -40,10 +39,8 @@ def score_batch(
     number = len(batch.before)
     hidden = packed_states(
         policy,
-        batch.token_ids,
-        batch.position_ids,
+        batch,
         [features[batch.images[index].sha256] for index in batch.image_rows],
-        packing=Packing(batch.spans, batch.token_ids.device),
         spare=[feature for sha256, feature in features.items() if sha256 not in shown],
     )
     scores = score(

@@ -89,13 +89,28 @@ def apply(root: Root, mesh: DeviceMesh, params: LearnerParams) -> None:
         visual.to(mesh.device_type)
         whole_ones = set(visual.parameters())
     for layer in layers:
-        shard(layer, reshard_after_forward=params.reshard_after_forward)
+        shard(layer, reshard_after_forward=params.reshard_after_forward and mesh.size() > 1)
     shard(root, ignored_params=whole_ones)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # FSDP's default is a mean over ranks, but the loss is divided by the whole update's denominator already.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def expect_more(root: Root, has_more: bool) -> None:
+    """Say whether further micro-batches of the same update follow the next backward pass.
+
+    With a single rank nothing is gained by giving weights back and summing gradients after each of them: both then
+    stay as they are until the last one.
+    """
+    if dist.get_world_size() > 1:
+        return
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(not has_more, recurse=False)
+            module.set_reshard_after_backward(not has_more, recurse=False)
+            module.set_is_last_backward(not has_more)
 
 
 def reshard(root: Root) -> None:

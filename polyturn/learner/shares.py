@@ -14,6 +14,7 @@ from polyturn.balance import partition
 from polyturn.batching import collate, loads
 from polyturn.learner.base import Logprobs
 from polyturn.render import Renderer
+from polyturn.transfer import to_device
 from polyturn.types import Batch, TrainingSample
 from polyturn.world import World
 
@@ -67,7 +68,7 @@ class Splitter:
         """The values of a micro-batch's trained tokens in reading order, [N]."""
         chosen = [values[index][is_scored(samples[index])] for index in indices]
         joined = np.concatenate([np.zeros(0, dtype=np.float32), *chosen])
-        return torch.from_numpy(joined).to(self.device)
+        return to_device(torch.from_numpy(joined), self.device)
 
 
 def spread(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from polyturn import attention, model
-from polyturn.attention import FULLNESS, Packing, packed_attention
+from polyturn.attention import FULLNESS, Packing, _Lay, _PickUp, packed_attention
 from polyturn.model import Policy
 from polyturn.types import Span
 from tests.unit import tiny
@@ -133,3 +133,27 @@ def test_a_saved_policy_does_not_name_the_attention(tmp_path: Path, policy: Poli
     """Other programs could not load it."""
     model.save(policy, tmp_path / "saved")
     assert "polyturn" not in json.dumps(json.loads((tmp_path / "saved/config.json").read_text()))
+
+
+def test_rows_laid_out_and_picked_up_have_the_gradients_of_plain_gathers() -> None:
+    """Three siblings share a prompt of three tokens, a fourth sample stands alone."""
+    packing = Packing(
+        (Span(0, 3, 3, 5), Span(0, 3, 5, 6), Span(0, 3, 6, 9), Span(9, 9, 9, 11)),
+        torch.device("cpu"),
+    )
+    assert packing.copies.tolist() == [0, 1, 2, 5, 6, 7]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(11, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    factor = torch.randn(len(packing.gather), 4, dtype=torch.float64, generator=generator)
+
+    def own() -> torch.Tensor:
+        return _PickUp.apply(_Lay.apply(rows, packing) * factor, packing)
+
+    plain = (rows[packing.gather] * factor)[packing.scatter]
+    torch.testing.assert_close(own(), plain)
+    (wanted,) = torch.autograd.grad(plain.square().sum(), rows)
+    (found,) = torch.autograd.grad(own().square().sum(), rows)
+    torch.testing.assert_close(found, wanted)
+    (wanted,) = torch.autograd.grad((rows[packing.gather] * factor).sum(), rows)
+    (found,) = torch.autograd.grad((_Lay.apply(rows, packing) * factor).sum(), rows)
+    torch.testing.assert_close(found, wanted)

@@ -193,6 +193,6 @@ def test_micro_batches_keep_siblings_together(renderer: Renderer) -> None:
 def test_packing_may_move_to_another_device(renderer: Renderer) -> None:
     batch = collate(mixed(renderer), [1.0] * 4, renderer).to(torch.device("meta"))
     tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 8
+    assert len(tensors) == 10
     assert all(tensor.is_meta for tensor in tensors)
     assert Packing(batch.spans, torch.device("meta")).gather.is_meta

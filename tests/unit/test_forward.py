@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from polyturn import vision
-from polyturn.attention import Packing
 from polyturn.batching import collate
 from polyturn.forward import hidden_states, packed_states, token_distribution
 from polyturn.model import Policy
@@ -31,10 +30,8 @@ def logits_of(policy: Policy, batch: Batch) -> torch.Tensor:
     encoded = vision.encode(policy, vision.PatchReader(policy), batch.images)
     hidden = packed_states(
         policy,
-        batch.token_ids,
-        batch.position_ids,
+        batch,
         [encoded[index] for index in batch.image_rows],
-        packing=Packing(batch.spans, batch.token_ids.device),
     )
     return policy.model.lm_head(hidden)
 
@@ -124,11 +121,7 @@ def test_pads_without_features_are_refused(policy: Policy, renderer: Renderer) -
 def test_spare_features_change_nothing(policy: Policy, renderer: Renderer) -> None:
     batch = collate(samples(renderer)[:1], [1.0], renderer)
     spare = vision.encode(policy, vision.PatchReader(policy), PICTURES)
-    packing = Packing(batch.spans, batch.token_ids.device)
-    plain, with_spare = (
-        packed_states(policy, batch.token_ids, batch.position_ids, [], packing=packing, spare=extra)
-        for extra in ([], spare)
-    )
+    plain, with_spare = (packed_states(policy, batch, [], spare=extra) for extra in ([], spare))
     assert torch.equal(plain, with_spare)
 
 

@@ -25,9 +25,9 @@ def calls(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> list[int]:
     made: list[int] = []
     forward = policy.model.model.get_image_features
 
-    def counting(patches: torch.Tensor, image_grid_thw: torch.Tensor) -> object:
-        made.append(len(image_grid_thw))
-        return forward(patches, image_grid_thw=image_grid_thw)
+    def counting(patches: torch.Tensor, **named: torch.Tensor) -> object:
+        made.append(len(named["image_grid_thw"]))
+        return forward(patches, **named)
 
     monkeypatch.setattr(policy.model.model, "get_image_features", counting)
     return made
