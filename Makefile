@@ -21,7 +21,7 @@ FLOW_ARGS = $(if $(RECIPE)$(SET),--worktree) $(if $(RECIPE),--recipe $(RECIPE)) 
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ray test-full check format deps geo3k-smoke gpu-payload services services-stop clean
+.PHONY: help setup demo test test-e2e test-ray test-full check format deps geo3k-smoke gpu-payload services services-stop clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -40,6 +40,9 @@ demo: $(READY) ## the whole pipeline on this machine (RECIPE=tiny: about a minut
 
 test: $(READY) ## unit, contract and end-to-end tests
 	@$(BIN)/python -m pytest -q
+
+test-e2e: $(READY) ## a team's services and runs for real: Postgres, S3, MLflow, Prefect, two workers (15 minutes)
+	@$(BIN)/python -m pytest -q tests/e2e_team
 
 test-ray: $(READY) ## images.engine: ray, with Ray in an environment of its own (.polyturn/ray)
 	@$(BIN)/python scripts/test_ray.py

@@ -54,6 +54,12 @@ def order(root: Path) -> tuple[str, ...]:
         return tuple(str(stage.name) for stage in _in_order(repo))
 
 
+def is_stale(root: Path, stage: str) -> bool:
+    """Whether the stage would run now, its inputs being what they are."""
+    with Repo(str(root)) as repo:
+        return bool(repo.status([stage], with_deps=False))
+
+
 def _read(root: Path) -> Graph:
     with Repo(str(root)) as repo:
         stages = _in_order(repo)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
+from uuid import UUID
 
 import httpx
 from prefect import flow, get_run_logger
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from pydantic import JsonValue
 
-from flows import graph, summary
+from flows import artifacts, events, graph, options, publish, summary
+from flows.options import StageOptions, StagesError
+from flows.place import ROOT, Identity, Place, identify, open_worktree
+from flows.stage import run_elsewhere
 from polyturn import layout, tracking, workspace
 from polyturn.report.write import write_report
 from polyturn.supported import check_supported
@@ -28,54 +31,43 @@ from tasks.context import PARENT_RUN
 from tasks.failure import FAILURE, USER_ERROR
 from tasks.stage import StageFailedError, StageReport, run_dvc_stage
 
-ROOT = Path(__file__).resolve().parent.parent
 _SERVER_S = 5.0
-_KEPT = (layout.PARAMS, layout.DVC_LOCK, layout.METRICS, layout.REGISTERED, layout.REPORT)
-
-
-@dataclass(frozen=True)
-class Place:
-    """The checkout that a flow run works in, and what it is called everywhere."""
-
-    root: Path
-    name: str
-    is_worktree: bool
+_USER = "POLYTURN_USER"  # whose name stands in the MLflow runs of the stages
 
 
 @flow(name="pipeline", validate_parameters=True)
 def pipeline(
     recipe: str | None = None,
     overrides: dict[str, JsonValue] | None = None,
+    revision: str | None = None,
+    owner: str | None = None,
     in_worktree: bool = True,
+    stages: dict[str, StageOptions] | None = None,
 ) -> dict[str, str]:
     """Run all stages of dvc.yaml that are not up to date; return what became of each.
 
     Args:
         recipe: an overlay of recipes/, by name.
         overrides: dotted params keys, laid over recipe and params.yaml, e.g. {"train.steps": 3}.
-        in_worktree: work in a git worktree of its own (the current commit); else in this checkout,
-            where recipe and overrides are written into params.yaml.
+        revision: a branch, tag or commit; none: the current commit of the checkout that the worker works for.
+        owner: whose run it is; none: the worker's user.
+        in_worktree: work in a git worktree of its own; else in this checkout, where recipe and overrides are written
+            into params.yaml.
+        stages: work pool, queue and retries by stage, e.g. {"train": {"pool": "polyturn-gpu", "retries": 3}}.
 
     Raises:
         ParamsError: recipe or overrides are wrong; nothing has been touched.
-        WorkspaceError: a worktree is asked for beside uncommitted edits.
+        StagesError: `stages` is.
+        WorkspaceError: a worktree is asked for beside uncommitted edits, or the revision is unknown.
         StageFailedError: a stage failed; finished stages are kept.
     """
     plan = _plan(recipe, overrides or {})
-    place = _make_place(plan.changes, in_worktree=in_worktree)
-    pipeline_graph = graph.read(place.root)
-    create_markdown_artifact(
-        summary.plan_table(pipeline_graph.order, pipeline_graph.stale), key="plan"
-    )
-    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    reports: list[StageReport] = []
-    with _parent_run(place, plan, is_needed=bool(pipeline_graph.stale), env=env) as run:
-        for stage in pipeline_graph.order:
-            reports.append(run_dvc_stage(stage, place.root, env))
-        if run is not None:
-            run.log_artifact(place.root / layout.DVC_LOCK)
-            create_link_artifact(run.url, link_text="MLflow run", key="mlflow-run")
-    _finish(place, reports)
+    chosen = _check_stages(stages or {}, in_worktree=in_worktree)
+    identity = identify(revision, owner)
+    with _open_place(identity, plan.changes, in_worktree=in_worktree) as place:
+        reports = _run_stages(place, plan, chosen)
+    if place.is_worktree:
+        workspace.remove(ROOT, place.root)
     return {r.stage: r.result for r in reports}
 
 
@@ -85,14 +77,72 @@ def _plan(recipe: str | None, overrides: Mapping[str, JsonValue]) -> workspace.P
     return plan
 
 
-def _make_place(changes: Mapping[str, object], *, in_worktree: bool) -> Place:
-    name = str(flow_run.get_name())
+def _check_stages(
+    stages: Mapping[str, StageOptions], *, in_worktree: bool
+) -> Mapping[str, StageOptions]:
+    options.check(stages, graph.order(ROOT))
+    sent = [name for name, chosen in stages.items() if chosen.pool]
+    if sent and not in_worktree:
+        raise StagesError(
+            f"stages.{sent[0]}.pool: another worker works from a commit, and in_worktree: false works on the files of "
+            "this checkout; set in_worktree, or leave the pool out"
+        )
+    return stages
+
+
+@contextlib.contextmanager
+def _open_place(
+    identity: Identity, changes: Mapping[str, object], *, in_worktree: bool
+) -> Iterator[Place]:
     if in_worktree:
-        return Place(workspace.create(ROOT, name, changes), name, is_worktree=True)
+        with open_worktree(identity, changes) as place:
+            yield place
+        return
     if changes:
         workspace.write_params(ROOT, changes)
         get_run_logger().info("params.yaml now holds the recipe or overrides (see `git diff`)")
-    return Place(ROOT, name, is_worktree=False)
+    yield Place(ROOT, identity, is_worktree=False)
+
+
+def _run_stages(
+    place: Place, plan: workspace.Plan, chosen: Mapping[str, StageOptions]
+) -> list[StageReport]:
+    found = graph.read(place.root)
+    artifacts.show_plan(found)
+    env = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        _USER: place.identity.owner,
+    }
+    own_pool = _own_pool() if chosen else None
+    reports: list[StageReport] = []
+    with _parent_run(place, plan, is_needed=bool(found.stale), env=env) as run:
+        for stage in found.order:
+            report = _run_stage(stage, place, chosen.get(stage, options.DEFAULT), env, own_pool)
+            reports.append(report)
+            _tell(place, report)
+        if run is not None:
+            run.log_artifact(place.root / layout.DVC_LOCK)
+        _finish(place, reports, run)
+    return reports
+
+
+def _run_stage(
+    stage: str, place: Place, chosen: StageOptions, env: Mapping[str, str], own_pool: str | None
+) -> StageReport:
+    if chosen.pool and chosen.pool != own_pool:
+        sent = {name: env[name] for name in (PARENT_RUN, _USER) if name in env}
+        return run_elsewhere(stage, place, chosen, sent)
+    return run_dvc_stage.with_options(retries=chosen.retries)(stage, place.root, env)
+
+
+def _tell(place: Place, report: StageReport) -> None:
+    """Show and announce what a stage has brought, as soon as it is there."""
+    if report.stage == "train":
+        artifacts.show_curve(place.root / layout.CURVE)
+    if report.stage == "register" and report.result == "ran":
+        record = json.loads((place.root / layout.REGISTERED).read_text())
+        if record["alias"] == "champion":
+            events.promoted(name=record["name"], version=record["version"], alias=record["alias"])
 
 
 @contextlib.contextmanager
@@ -103,33 +153,33 @@ def _parent_run(
     if not is_needed:
         yield None
         return
-    tags = {"prefect.flow_run_id": str(flow_run.get_id()), "prefect.flow_run_name": place.name}
+    identity = place.identity
     with tracking.open_run(
-        plan.params.tracking, root=place.root, name=place.name, tags=tags
+        plan.params.tracking, root=place.root, name=identity.name, tags=identity.mlflow_tags
     ) as run:
         run.log_params(plan.params)
+        artifacts.show_mlflow(run.url)
         env[PARENT_RUN] = run.run_id
         yield run
 
 
-def _finish(place: Place, reports: list[StageReport]) -> None:
-    """Write the report and show the tables; a worktree's results are copied out before it is removed."""
-    write_report(place.root)
-    page = place.root / layout.REPORT
+def _finish(place: Place, reports: list[StageReport], run: tracking.Run | None) -> None:
+    """Write the report and show the tables; a worktree's results leave it."""
+    page = write_report(place.root)
     rows = summary.read(place.root)
     if place.is_worktree:
-        kept = ROOT / "runs" / place.name
-        kept.mkdir(parents=True, exist_ok=True)
-        for path in (place.root / name for name in _KEPT):
-            if path.is_file():
-                shutil.copy(path, kept)
+        kept = publish.copy_out(place)
         page = kept / layout.REPORT.name
-        workspace.remove(ROOT, place.root)
+        rows.append(summary.Row("experiment", publish.publish(place, run.url if run else None)))
     rows.append(summary.Row("report", str(page.relative_to(ROOT))))
-    stages = summary.stage_table(reports)
-    results = "\n".join(f"- {row.what}: {row.value}" for row in rows)
-    create_markdown_artifact(f"{stages}\n\n{results}", key="stages")
+    artifacts.show_stages(reports, rows)
     get_run_logger().info("finished\n%s", summary.text_table(rows))
+
+
+def _own_pool() -> str | None:
+    """The work pool that this flow run came from; None for one that was started by hand."""
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(UUID(flow_run.get_id())).work_pool_name
 
 
 def _check_server() -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def dvc_parent(stage: str) -> Process | None:
     mark = f"DVC_STAGE={stage}".encode()
     if os.environ.get("DVC_STAGE") != stage:
         return None
-    for pid in _ancestors():
+    for pid in ancestors():
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
@@ -76,23 +76,34 @@ def dvc_parent(stage: str) -> Process | None:
     return None
 
 
-def die_with(process: Process, *, name: str, grace_s: float = 20.0) -> None:
-    """End this process (SIGTERM, then SIGKILL after `grace_s`) when `process`, called `name`, is gone."""
+def die_with(
+    process: Process,
+    *,
+    name: str,
+    grace_s: float = 20.0,
+    last: Callable[[], object] = lambda: None,
+) -> None:
+    """End this process (SIGTERM, then SIGKILL after `grace_s`) when `process`, called `name`, is gone.
+
+    `last` is called before the SIGKILL.
+    """
     if os.getppid() == process.pid:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    threading.Thread(target=_watch, args=(process, name, grace_s), daemon=True).start()
+    threading.Thread(target=_watch, args=(process, name, grace_s, last), daemon=True).start()
 
 
-def _watch(process: Process, name: str, grace_s: float) -> None:
+def _watch(process: Process, name: str, grace_s: float, last: Callable[[], object]) -> None:
     while process.is_alive:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
     logger.error("%s (pid %d) has died, so this stage ends too", name, process.pid)
     time.sleep(grace_s)
+    last()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _ancestors() -> Iterator[int]:
+def ancestors() -> Iterator[int]:
+    """The ids of this process's parent, its parent, and so on."""
     pid = os.getppid()
     while pid > 1:
         yield pid

@@ -1,4 +1,8 @@
-"""Start or stop a Prefect server and a worker in the background (`make services`, `make services-stop`)."""
+"""Start or stop a Prefect server and a worker in the background; or register with a server, and work for one.
+
+`make services` and `make services-stop` are for one machine. A team has one server (PREFECT_API_URL): `deploy` registers
+work pools, deployments and the automation for runs that fell silent; `worker` works for a pool in this checkout.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 
@@ -20,8 +25,10 @@ sys.path.insert(0, str(ROOT))
 from polyturn import environment, processes  # noqa: E402 - the checkout need not be installed
 
 STATE = ROOT / ".polyturn" / "services"
+CPU = "polyturn-cpu"
 PROFILES = ROOT / ".prefect" / "profiles.toml"
-POOL = "polyturn-cpu"
+# A worker's processes say that they live, so that the server notices when they do not; new runs are asked for often.
+_WORKER = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_WORKER_QUERY_SECONDS": "5"}
 _START_S = 120.0
 _STOP_S = 10.0
 
@@ -38,23 +45,53 @@ def start(port: int) -> None:
     """
     url = f"http://127.0.0.1:{port}/api"
     os.environ["PREFECT_API_URL"] = url
-    os.environ["POLYTURN_ROOT"] = str(ROOT)
     if _running("server") is None:
         _check_port(port)
         _spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(port))
         _wait_for_server(url)
     PROFILES.parent.mkdir(exist_ok=True)
     PROFILES.write_text(f'active = "polyturn"\n\n[profiles.polyturn]\nPREFECT_API_URL = "{url}"\n')
-    _prefect("work-pool", "create", POOL, "--type", "process", "--overwrite")
-    _prefect("--no-prompt", "deploy", "--all")
+    deploy()
     if _running("worker") is None:
+        os.environ.update(_worker_environment())
         _spawn(
-            "worker", "worker", "start", "--pool", POOL, "--name", f"{POOL}-{socket.gethostname()}"
+            "worker", "worker", "start", "--pool", CPU, "--name", f"{CPU}-{socket.gethostname()}"
         )
     print(f"Prefect server: {url.removesuffix('/api')}   logs: {STATE.relative_to(ROOT)}/")
     print("Start a run:    prefect deployment run 'pipeline/cpu-demo' --watch")
     print("With changes:   ... -p recipe=tiny -p 'overrides={\"train.steps\": 3}'")
     print("End both:       make services-stop")
+
+
+def deploy() -> None:
+    """Make work pools and automations, and register the deployments of prefect.yaml.
+
+    Raises:
+        ServicesError: no server is named or it does not answer, or a deployment is refused.
+    """
+    # Prefect takes a second to import and reads its settings then
+    from prefect.client.orchestration import get_client  # noqa: PLC0415
+
+    from flows import automations  # noqa: PLC0415
+    from scripts import work_pools  # noqa: PLC0415
+
+    work_pools.make()
+    with get_client(sync_client=True) as client:
+        automations.put(client, [automations.crash_the_silent()])
+    _prefect("--no-prompt", "deploy", "--all")
+
+
+def work(pool: str, name: str | None) -> NoReturn:
+    """Become a worker of `pool` that works in this checkout."""
+    os.environ.update(_worker_environment())
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool]
+    os.execv(sys.executable, [*command, "--name", name or f"{pool}-{socket.gethostname()}"])
+
+
+def _worker_environment() -> dict[str, str]:
+    """prefect.yaml sends a run to POLYTURN_ROOT; what the caller has set goes before the rest."""
+    given = {key: os.environ.get(key, value) for key, value in _WORKER.items()}
+    return {**given, "POLYTURN_ROOT": str(ROOT), "PYTHONPATH": str(ROOT)}
 
 
 def stop() -> None:
@@ -78,6 +115,16 @@ def _running(name: str) -> processes.Process | None:
     except FileNotFoundError:
         return None
     return process if process.is_alive else None
+
+
+def _check_named_server() -> None:
+    url = os.environ.get("PREFECT_API_URL", "")
+    try:
+        httpx.get(f"{url}/health", timeout=5).raise_for_status()
+    except (httpx.HTTPError, httpx.UnsupportedProtocol) as error:
+        raise ServicesError(
+            f"PREFECT_API_URL must name a Prefect server (http://HOST:4200/api), got {url!r}: {error}"
+        ) from None
 
 
 def _check_port(port: int) -> None:
@@ -150,15 +197,20 @@ def _end_group(group: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=("start", "stop"))
-    parser.add_argument("--port", type=int, default=4200)
+    parser.add_argument("action", choices=("start", "stop", "deploy", "worker"))
+    parser.add_argument("--port", type=int, default=4200, help="start: of the server")
+    parser.add_argument("--pool", default=CPU, help="worker: the pool to work for (%(default)s)")
+    parser.add_argument("--name", help="worker: its name (pool and host)")
     chosen = parser.parse_args(arguments)
     environment.apply(ROOT)
     try:
         if chosen.action == "start":
             start(chosen.port)
-        else:
+        elif chosen.action == "stop":
             stop()
+        else:
+            _check_named_server()
+            deploy() if chosen.action == "deploy" else work(chosen.pool, chosen.name)
     except ServicesError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

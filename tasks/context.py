@@ -196,4 +196,5 @@ def log_to(path: Path, *, console: int = logging.INFO) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[shown, file], force=True)
     for package in ("polyturn", "tasks", "plugins"):
         logging.getLogger(package).setLevel(logging.DEBUG)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
+    for chatty in ("httpx", "botocore"):  # they tell of every request and where credentials are from
+        logging.getLogger(chatty).setLevel(logging.WARNING)

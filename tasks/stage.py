@@ -6,11 +6,11 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
-from polyturn import processes
+from polyturn import family, processes
 from polyturn.params import ParamsError
 from polyturn.progress import ProgressLine, parse_line
 from polyturn.workspace import WorkspaceError
@@ -32,7 +32,8 @@ from tasks.failure import FAILURE, Outcome
 
 _ARTIFACT_INTERVAL_S = 2.0
 _LOCK_WAIT_S = 120.0  # how long a lock that another dvc holds is waited for
-_GRACE_S = 8.0  # from SIGTERM to SIGKILL
+_GRACE_S = 5.0  # from SIGTERM to SIGKILL
+_PARTING_S = 2.0  # in which what a stage has started ends by itself
 _LOCKED = ("Unable to acquire lock", "it is being blocked by")
 # dvc's advice to the reader of a terminal
 _NOISE = (
@@ -90,7 +91,7 @@ def _is_worth_a_retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> 
 def run_dvc_stage(stage: str, root: Path, env: Mapping[str, str]) -> StageReport:
     """Bring one stage up to date with `dvc repro --single-item` in the checkout `root`.
 
-    `env` is laid over this process's environment. The whole process group ends when the task does.
+    `env` is laid over this process's environment. When the task ends, so does every process that the stage started.
 
     Raises:
         StageFailedError: the stage or dvc failed.
@@ -130,45 +131,54 @@ def _repro(stage: str, root: Path, env: Mapping[str, str]) -> _Output:
     console = Console(get_run_logger().info)
     progress = _ProgressArtifact(stage)
     output = _Output()
+    mark = family.new_mark()
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "dvc", "repro", "--single-item", stage],
         cwd=root,
-        env={**os.environ, **env, SUPERVISOR: str(processes.current())},
+        env={**os.environ, **env, SUPERVISOR: str(processes.current()), family.MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            text = line.rstrip()
-            output.read(text)
-            if shown := parse_line(text):
-                console.progress(shown)
-                progress.show(shown)
-            elif text.strip() and not text.strip().startswith(_NOISE):
-                console.line(text)
-        output.returncode = process.wait()
+        with _sweeping(process, stage, mark):
+            assert process.stdout is not None
+            for line in process.stdout:
+                text = line.rstrip()
+                output.read(text)
+                if shown := parse_line(text):
+                    console.progress(shown)
+                    progress.show(shown)
+                elif text.strip() and not text.strip().startswith(_NOISE):
+                    console.line(text)
+            output.returncode = process.wait()
     except BaseException:
-        _end_group(process)
+        family.end(mark, grace_s=_GRACE_S)
         raise
     finally:
         console.close()
     return output
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """End dvc, the stage and the stage's children."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        end = time.monotonic() + _GRACE_S
-        while time.monotonic() < end:
-            process.poll()
-            if not processes.group_is_alive(process.pid):
-                return
+@contextlib.contextmanager
+def _sweeping(process: subprocess.Popen[str], stage: str, mark: str) -> Iterator[None]:
+    """End what the stage leaves behind when dvc has ended: it would live on, and keep the output open for ever."""
+    logger = get_run_logger()
+
+    def sweep() -> None:
+        process.wait()
+        end = time.monotonic() + _PARTING_S
+        while family.members(mark) and time.monotonic() < end:
             time.sleep(0.1)
+        if left := family.end(mark, grace_s=_GRACE_S):
+            pids = ", ".join(str(member.pid) for member in left)
+            logger.warning("stage %s left processes behind (%s); they were ended", stage, pids)
+
+    sweeper = threading.Thread(target=sweep, daemon=True)
+    sweeper.start()
+    yield
+    sweeper.join()
 
 
 def _outcome(root: Path, stage: str, output: _Output) -> Outcome:
