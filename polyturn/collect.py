@@ -61,15 +61,28 @@ def check_start(problems: Sequence[Problem], params: Params) -> None:
     _draw(problems, params, 0, 0, [])
 
 
-async def collect(parts: Parts, params: Params, step: int) -> Collected:
-    """The groups of a step: read from train.debug.rollouts, or sampled; see `sample_rounds`."""
+async def collect(
+    parts: Parts, params: Params, step: int, *, policy_version: int | None = None
+) -> Collected:
+    """The groups of a step: read from train.debug.rollouts, or sampled; see `sample_rounds`.
+
+    `policy_version` is that of the weights which the sampler has, None: the step's own.
+    """
     if params.train.debug.mode == "train_only":
         groups = saved_groups(Path(params.train.debug.rollouts), step, parts.train)
         return Collected(groups, groups, {})
-    return await sample_rounds(parts, params, step)
+    version = step if policy_version is None else policy_version
+    weights_stay = params.train.debug.mode == "rollout_only"
+    draw = Draw(
+        derive(params.seed, "rollout", step),
+        params.rollout.group_size,
+        params.rollout.temperature,
+        policy_version=None if weights_stay else version,
+    )
+    return await sample_rounds(parts, params, step, draw)
 
 
-async def sample_rounds(parts: Parts, params: Params, step: int) -> Collected:
+async def sample_rounds(parts: Parts, params: Params, step: int, draw: Draw) -> Collected:
     """Sample rounds of groups until rollout.prompts_per_step are acceptable or the budget of rounds is spent.
 
     A round is complete before its groups are looked at, and the first acceptable ones by index are kept, so that
@@ -94,7 +107,7 @@ async def sample_rounds(parts: Parts, params: Params, step: int) -> Collected:
         attempts = attempts_of([*drawn, *problems])[len(drawn) :]
         drawn += problems
         rounds += 1
-        for group in await sample(attempts, parts, params, step):
+        for group in await sample(attempts, parts, params, draw):
             sampled.append(group)
             reason = refusal(group, filters) or (SURPLUS if len(kept) == wanted else None)
             if reason is None:
@@ -138,20 +151,13 @@ def _draw(
 
 
 async def sample(
-    attempts: Sequence[Attempt], parts: Parts, params: Params, step: int
+    attempts: Sequence[Attempt], parts: Parts, params: Params, draw: Draw
 ) -> list[Group]:
     """Try the problems of a round, each on the rank that owns its group; all groups by index, on every rank.
 
     Raises:
         FailureBudgetError, RewardFailureError: too many trajectories of all ranks failed.
     """
-    weights_stay = params.train.debug.mode == "rollout_only"
-    draw = Draw(
-        derive(params.seed, "rollout", step),
-        params.rollout.group_size,
-        params.rollout.temperature,
-        policy_version=None if weights_stay else step,
-    )
     settings = RolloutSettings.of(params)
     owned = [attempt for attempt in attempts if parts.world.owns(attempt.group_index)]
     with parts.world.together():

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from polyturn import blind, debug, run_state, stop_rules
 from polyturn.advantage import advantages_of
 from polyturn.checks import check_gap, check_updates
 from polyturn.clock import Clock
-from polyturn.collect import check_start, collect
+from polyturn.collect import check_start
 from polyturn.metrics import Metrics, rollout_metrics, trajectories_of, update_metrics
+from polyturn.overlap import Rollouts
 from polyturn.params import Params
 from polyturn.parts import Parts
 from polyturn.rollout import RolloutSettings
@@ -48,8 +50,9 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
         ValueError: its steps cannot be sampled as params say; see `check_start`.
     """
     check_start(parts.train, params)
+    rollouts = Rollouts(parts, params)
     state = run_state.start(
-        parts.checkpoints, parts.learner.load, num_steps=params.train.steps, resume=resume
+        parts.checkpoints, rollouts.load, num_steps=params.train.steps, resume=resume
     )
     parts.recorder.begin(state.history)
     best, step, stopped = state.best, state.step, None
@@ -64,16 +67,12 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
         if step % params.train.eval_every == 0:
             best = await _score(parts, params, step, best, metrics)
             clock.lap("perf/eval_time")
-        parts.recorder.enters("rollout", step)
-        clock.note("perf/offload_time", parts.learner.offload())
-        groups = await collect(parts, params, step)
-        clock.note("perf/onload_time", _hand_over(parts, params))
-        clock.lap("perf/rollout_time")
+        groups = await rollouts.take(step, clock)
         advantages = advantages_of(groups.kept, params.loss)
         metrics |= rollout_metrics(groups.sampled, seed=step) | groups.metrics
         if params.train.debug.mode != "rollout_only":
-            metrics |= _learn(parts, params, step, groups.kept, advantages)
-            clock.lap("perf/train_time")
+            learn = partial(_learn, parts, params, step, groups.kept, advantages)
+            metrics |= await rollouts.beside(step, learn, clock)
             parts.sampler.update_weights(parts.learner.export_weights(), step + 1)
         parts.recorder.rollout(step, groups.kept, advantages)
         times = clock.times | env_times(trajectories_of(groups.sampled))
@@ -82,7 +81,7 @@ async def train(parts: Parts, params: Params, *, resume: bool) -> TrainingOutcom
         step += 1
         if step % params.train.checkpoint_every == 0:
             now = RunState(step=step, best=best, history=parts.recorder.history, hours=clock.hours)
-            run_state.save(parts.checkpoints, now, parts.learner.snapshot, parts.candidates)
+            run_state.save(parts.checkpoints, now, rollouts.snapshot, parts.candidates)
     metrics = {}
     best = await _score(parts, params, step, best, metrics)
     parts.recorder.end(step, metrics)
@@ -95,13 +94,6 @@ async def _check_sight(parts: Parts, params: Params) -> None:
         seed = derive(params.seed, "blind")
         with parts.world.together():
             await blind.check(parts.train, parts.sampler, parts.renderer, settings, seed=seed)
-
-
-def _hand_over(parts: Parts, params: Params) -> float:
-    """The GPU goes from the sampler to the learner; seconds of learner.onload."""
-    if params.train.debug.mode != "rollout_only":  # there no new weights come, and these sample on
-        parts.sampler.rest()
-    return parts.learner.onload()
 
 
 def _stop(parts: Parts, params: Params, step: int, hours: float) -> Stopped | None:

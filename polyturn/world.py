@@ -62,6 +62,14 @@ class World:
         """Whether this rank writes metrics, trajectories, policies and the checkpoint's marker."""
         return self.rank == 0
 
+    def twin(self) -> World:
+        """The same ranks with a gloo group of their own, for a thread beside the one that uses this (collective)."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        return replace(self, group=group)
+
     def owns(self, group_index: int) -> bool:
         """Whether this rank samples the group: group index modulo world size."""
         return group_index % self.size == self.rank

@@ -24,9 +24,11 @@ from polyturn.progress import Progress
 from polyturn.recorder import Recorder
 from polyturn.render import Renderer
 from polyturn.run_state import Best
+from polyturn.sampler.base import Sampler
 from polyturn.sampler.hf import HfSampler
 from polyturn.types import Problem, Trajectory
 from polyturn.warmstart import ExampleSource, warm_start
+from polyturn.world import ONE, World
 from tests.unit import tiny
 
 TRAIN, VALIDATION = tiny.problems(6), tiny.problems(4, "validation")
@@ -34,6 +36,11 @@ TRAIN, VALIDATION = tiny.problems(6), tiny.problems(4, "validation")
 
 class Killed(BaseException):
     """The process was killed here."""
+
+
+def as_it_is(sampler: Sampler) -> Sampler:
+    """The same sampler."""
+    return sampler
 
 
 @dataclass
@@ -48,11 +55,15 @@ class Run:
     stop_request: Callable[[], str | None] = never
     device: torch.device | None = None  # None: the CPU
     learner_temperature: float | None = None  # another one than that of sampling, a mistake
+    world: World = ONE
+    wrap_sampler: Callable[[Sampler], Sampler] = as_it_is
 
     def parts(self) -> Parts:
         own = tiny.copy_of(self.policy)
         torch.nn.Module.to(own.model, self.device or "cpu")
-        self.checkpoints = CheckpointWriter(self.directory / "checkpoints", keep=2)
+        self.checkpoints = CheckpointWriter(
+            self.directory / "checkpoints", keep=2, world=self.world
+        )
         renderer = Renderer(own)
         temperature = self.learner_temperature or self.params.rollout.temperature
         learner = FsdpLearner(
@@ -61,13 +72,19 @@ class Run:
             self.params.learner,
             self.params.loss,
             temperature,
+            world=self.world,
             device=self.device,
         )
         if not learner.shares_weights:  # the sampler and what is published need a plain module
             own = tiny.copy_of(self.policy)
             torch.nn.Module.to(own.model, self.device or "cpu")
-        self.candidates = Candidates(own, self.directory / "candidates")
-        recorder = Recorder(self.directory, self.sink, Progress(self.params.train.steps, "train"))
+        self.candidates = Candidates(own, self.directory / "candidates", self.world)
+        recorder = Recorder(
+            self.directory,
+            self.sink,
+            Progress(self.params.train.steps, "train"),
+            is_main=self.world.is_main,
+        )
         self.learner, self.recorder, self.own = learner, recorder, own
         if self.killed_after_step is not None:
             record = recorder.step
@@ -79,8 +96,8 @@ class Run:
 
             recorder.step = step  # type: ignore[method-assign, assignment]
         return Parts(
-            sampler=HfSampler(
-                own, Renderer(own), is_vision_frozen=self.params.learner.freeze_vision
+            sampler=self.wrap_sampler(
+                HfSampler(own, Renderer(own), is_vision_frozen=self.params.learner.freeze_vision)
             ),
             learner=learner,
             renderer=renderer,
@@ -89,6 +106,7 @@ class Run:
             recorder=recorder,
             checkpoints=self.checkpoints,
             candidates=self.candidates,
+            world=self.world,
             stop_request=self.stop_request,
         )
 
