@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ def add(command: AddCommand) -> None:
     """Add the subcommands; `command(name, about)` makes a parser for one."""
     _add_compare(command("compare", "compare two versions or runs on the same evaluation set"))
     _add_promote(command("promote", "move the champion alias, by the promotion rule or by hand"))
+    _add_reproduce(command("reproduce", "run a past run again from its record, and compare"))
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +40,16 @@ def _add_promote(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reason", default="", help="why, with --to")
     parser.add_argument("--history", action="store_true", help="print every move of an alias")
     parser.set_defaults(run=_promote)
+
+
+def _add_reproduce(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_id", metavar="RUN_ID", help="an MLflow run: of a pipeline, or of any of its stages"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the worktree even if all comes out the same"
+    )
+    parser.set_defaults(run=_reproduce)
 
 
 def _compare(chosen: argparse.Namespace) -> int:
@@ -66,3 +78,17 @@ def _promote(chosen: argparse.Namespace) -> int:
         outcome = promote_cli.by_rule(chosen.candidate, Path.cwd())
     print("\n".join(outcome.lines))
     return 0 if outcome.is_champion else 1
+
+
+def _reproduce(chosen: argparse.Namespace) -> int:
+    from polyturn import layout, params, reproduce, reproduce_text
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("polyturn").setLevel(logging.INFO)
+    root = Path.cwd()
+    found = reproduce.run(chosen.run_id, root, keeps_worktree=chosen.keep)
+    text = reproduce_text.markdown(found)
+    tracking = params.load(root / layout.PARAMS).tracking
+    kept = reproduce.publish(found, text, tracking, root)
+    print(f"{text}\n{kept}")
+    return 0 if found.is_same else 1

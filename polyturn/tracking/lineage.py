@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -33,8 +33,30 @@ def lock_digests(lock: Path) -> dict[str, str]:
         ) from None
 
 
+def outs_by_stage(lock: str) -> dict[str, dict[str, str]]:
+    """Stage -> path -> md5 of its outs, from the text of a dvc.lock; {} for an empty one.
+
+    Raises:
+        ValueError: it is not of DVC's shape.
+    """
+    try:
+        stages = cast("Mapping[str, Mapping[str, list[Mapping[str, str]]]]", _parsed(lock))
+        return {
+            name: {
+                str(out["path"]): str(out["md5"]) for out in stage.get("outs", ()) if "md5" in out
+            }
+            for name, stage in stages.items()
+        }
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"the recorded dvc.lock is none ({error})") from None
+
+
 def _stages(lock: Path) -> object:
-    tree = cast("Mapping[str, object] | None", yaml.safe_load(lock.read_text()))
+    return _parsed(lock.read_text())
+
+
+def _parsed(lock: str) -> object:
+    tree = cast("Mapping[str, object] | None", yaml.safe_load(lock))
     return (tree or {}).get("stages", {})
 
 
@@ -46,10 +68,13 @@ def file_digest(path: Path) -> str:
 
 def directory_digest(directory: Path) -> str:
     """sha256 over the relative names and contents of all files, in name order."""
+    names = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
+    return listed_digest(directory, names)
+
+
+def listed_digest(directory: Path, names: Iterable[Path]) -> str:
+    """As `directory_digest`, of these files alone."""
     total = hashlib.sha256()
-    for path in sorted(directory.rglob("*"), key=lambda p: p.relative_to(directory).as_posix()):
-        if path.is_file():
-            total.update(
-                f"{path.relative_to(directory).as_posix()}\0{file_digest(path)}\n".encode()
-            )
+    for name in sorted(path.as_posix() for path in names):
+        total.update(f"{name}\0{file_digest(directory / name)}\n".encode())
     return total.hexdigest()
