@@ -147,20 +147,30 @@ def create(
         WorkspaceError: `root` has uncommitted edits (they would silently not be part of the run) and no revision is
             named, the revision is unknown, or git fails.
     """
-    commit = "HEAD" if revision is None else resolve(root, revision)
     if revision is None and (edits := uncommitted(root)):
         shown = ", ".join(edits[:5]) + (f" and {len(edits) - 5} more" if len(edits) > 5 else "")
         raise WorkspaceError(
             f"a run in a worktree of its own starts from a commit, and {shown} is not committed; "
             "commit or stash it, or run here with `make demo`"
         )
+    path = add_worktree(root, name, revision or "HEAD")
+    write_params(path, changes)
+    bootstrap(path)
+    return path
+
+
+def add_worktree(root: Path, name: str, revision: str) -> Path:
+    """Make a git worktree of a commit as it is, in place of one of the same name; see `create` and `resolve`.
+
+    Raises:
+        WorkspaceError: the revision is unknown, or git fails.
+    """
     path = root / layout.STATE / "worktrees" / name
+    commit = revision if revision == "HEAD" else resolve(root, revision)
     _git(root, "worktree", "prune")
     if path.exists():
         remove(root, path)
     _git(root, "worktree", "add", "--quiet", "--detach", str(path), commit)
-    write_params(path, changes)
-    bootstrap(path)
     return path
 
 
