@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
@@ -15,6 +16,9 @@ class RegistryParams(Section):
     name: Annotated[str, Field(pattern=r"^\w[\w. -]*$")] = "polyturn-geo3k"
     # The champion moves when the lower bound of the paired difference in accuracy exceeds it (docs/registry.md).
     min_gain: NonNegativeFloat = 0.0
+    # Bytes of a policy above which MLflow holds a pointer to DVC's object instead of the weights a second time;
+    # `polyturn fetch-model` brings them.
+    external_model_size: NonNegativeInt = 2_000_000_000
     promote_on_register: bool = True  # false: only `polyturn promote` moves a champion
     evaluation_pictures: NonNegativeInt = 1000  # pictures of test problems kept for comparisons
 
@@ -46,6 +50,9 @@ class StorageParams(Section):
 
 
 class DoctorParams(Section):
-    """Preflight."""
+    """What is looked at before a run: preflight and plan."""
 
     min_free_gb: NonNegativeFloat = 1.0
+    allow: tuple[str, ...] = ()  # red checks of `polyturn doctor` that do not stop a run, by name
+    # Of the machine on which a stage runs, by stage or "default"; `polyturn plan` shows costs where there is one.
+    prices_per_hour: Mapping[str, NonNegativeFloat] = {}

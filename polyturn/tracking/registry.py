@@ -7,27 +7,33 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import mlflow
-from mlflow.artifacts import download_artifacts
-from mlflow.entities import LoggedModelStatus, Metric
+from mlflow.entities import Dataset, DatasetInput, LoggedModelInput, Metric
 from mlflow.exceptions import MlflowException
 
 from polyturn.params import RegistryParams
 from polyturn.statistics import Interval
 from polyturn.tracking import comparisons, credentials, promotion, versions
+from polyturn.tracking.delivery import speaking
 from polyturn.tracking.evaluations import RUN_TAG, SET_TAG
 from polyturn.tracking.lineage import directory_digest
+from polyturn.tracking.model_store import (
+    DIGEST_TAG,
+    DVC_TAG,
+    EXTERNAL_TAG,
+    ModelStoreError,
+    Policy,
+    check,
+    store_policy,
+)
 from polyturn.tracking.promotion import CHALLENGER, CHAMPION, Rule, Verdict
 from polyturn.tracking.run import Run
 from polyturn.tracking.store import Store, TrackingError, store_lock
 
 logger = logging.getLogger(__name__)
 
-_POLICY = "policy.digest"
 _ACCURACY = "accuracy"
-_OTHER_BYTES = "downloads as other bytes than the policy directory holds"
+_MAX_DIGEST = 36  # characters of a dataset's digest
 
 
 class RegistryError(TrackingError):
@@ -50,6 +56,10 @@ class Candidate:
     source_run_id: str | None = (
         None  # the run that trained it; None or unknown here: the registering run
     )
+    params: Mapping[str, object] = field(
+        default_factory=dict
+    )  # those that it answers under, as a tree
+    dvc_md5: str | None = None  # of the directory, in dvc.lock
 
 
 @dataclass(frozen=True)
@@ -78,30 +88,24 @@ def register(
         TrackingError: the store refuses or does not answer.
     """
     digest = directory_digest(candidate.directory)
-    try:
-        with store_lock(run.store.addresses):
-            version = _find(run.store, params.name, digest, candidate.evaluation)
-            if version is None:
-                version = _create(run, candidate, digest, params.name)
-            uri = f"models:/{params.name}/{version}"
-            if _downloaded_digest(run.store, uri) != digest:
-                raise RegistryError(
-                    f"registry.name: {uri} {_OTHER_BYTES}; its aliases were not moved; "
-                    "check the artifact store of tracking.artifact_location"
-                )
-            verdict = _judge(run, params, version, rule, root)
-            promotion.move(run.store, params.name, version, verdict.alias, verdict.reason)
-    except MlflowException as error:
-        raise TrackingError(
-            f"registry.name {params.name!r}: the registry at {run.store.addresses.uri!r} refused or "
-            f"stopped answering ({str(error).splitlines()[0][:300]}); see tracking.uri"
-        ) from None
+    policy = Policy(candidate.directory, digest, candidate.params, root, candidate.dvc_md5)
+    with speaking(run.store), store_lock(run.store.addresses):
+        version = _find(run.store, params.name, digest, candidate.evaluation)
+        if version is None:
+            version = _create(run, candidate, policy, params)
+        uri = f"models:/{params.name}/{version}"
+        try:
+            check(run.store, uri, policy)
+        except ModelStoreError as error:
+            raise RegistryError(f"registry.name: {error}; its aliases were not moved") from None
+        verdict = _judge(run, params, version, rule, root)
+        promotion.move(run.store, params.name, version, verdict.alias, verdict.reason)
     logger.info("%s is %s: %s", uri, verdict.alias, verdict.reason)
     return Registration(params.name, version, verdict.alias, verdict.reason)
 
 
 def _find(store: Store, name: str, digest: str, evaluation: str) -> int | None:
-    wanted = f"name = '{name}' and tags.`{_POLICY}` = '{digest}'"
+    wanted = f"name = '{name}' and tags.`{DIGEST_TAG}` = '{digest}'"
     found = [
         int(version.version)
         for version in store.client.search_model_versions(wanted)
@@ -110,12 +114,12 @@ def _find(store: Store, name: str, digest: str, evaluation: str) -> int | None:
     return min(found, default=None)
 
 
-def _create(run: Run, candidate: Candidate, digest: str, name: str) -> int:
-    client = run.store.client
+def _create(run: Run, candidate: Candidate, policy: Policy, params: RegistryParams) -> int:
+    client, name = run.store.client, params.name
     source_run = _known_run(run, candidate.source_run_id)
     tags = {
         **candidate.tags,
-        _POLICY: digest,
+        DIGEST_TAG: policy.digest,
         SET_TAG: candidate.evaluation,
         RUN_TAG: run.run_id,
         _ACCURACY: repr(candidate.accuracy.mean),
@@ -144,7 +148,9 @@ def _known_run(run: Run, run_id: str | None) -> str:
     if run_id:
         try:
             return str(run.store.client.get_run(run_id).info.run_id)
-        except MlflowException:
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
             logger.warning("training run %s is not in this MLflow store", run_id)
     return run.run_id
 
@@ -157,8 +163,23 @@ def _link_metrics(run: Run, model_id: str, candidate: Candidate) -> None:
         "accuracy_high": candidate.accuracy.high,
         **{f"pass_at_{k}": value for k, value in candidate.pass_at_k.items()},
     }
-    metrics = [Metric(key, value, now, 0, model_id=model_id) for key, value in values.items()]
-    run.store.client.log_batch(run.run_id, metrics=metrics)
+    asked = Dataset("test problems", candidate.evaluation[:_MAX_DIGEST], "local", "{}")
+    metrics = [
+        Metric(
+            key,
+            value,
+            now,
+            0,
+            model_id=model_id,
+            dataset_name=asked.name,
+            dataset_digest=asked.digest,
+            run_id=run.run_id,
+        )
+        for key, value in values.items()
+    ]
+    client = run.store.client
+    client.log_inputs(run.run_id, [DatasetInput(asked)], models=[LoggedModelInput(model_id)])
+    client.log_batch(run.run_id, metrics=metrics)
 
 
 def _ensure_registered_model(store: Store, name: str) -> None:
@@ -167,20 +188,6 @@ def _ensure_registered_model(store: Store, name: str) -> None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-
-
-def _downloaded_digest(store: Store, uri: str) -> str | None:
-    """Digest of what `uri` downloads as; None if it does not."""
-    # A models:/ address is resolved by mlflow's process-wide store, whatever store is passed along.
-    mlflow.set_tracking_uri(store.addresses.uri)
-    mlflow.set_registry_uri(store.addresses.uri)
-    with TemporaryDirectory() as directory:
-        try:
-            path = download_artifacts(uri, dst_path=directory)
-        except (MlflowException, OSError) as error:
-            logger.error("%s does not download: %s", uri, error)
-            return None
-        return directory_digest(Path(path))
 
 
 def _judge(run: Run, params: RegistryParams, version: int, rule: Rule, root: Path) -> Verdict:

@@ -7,11 +7,11 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
+from typing import TypeVar, cast
 
 from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
@@ -33,6 +33,7 @@ _MAX_TAG = 5000  # characters of a tag's value
 _MAX_DIGEST = 36  # characters of a dataset's digest; a DVC directory md5 has exactly as many
 _SIGTERM_CODE = 143  # 128 + SIGTERM, how a stage leaves when it is told to
 _SIGINT_CODE = 130
+T = TypeVar("T")
 _REDACTED_TAG = "redacted"  # how many secrets were taken out of what was logged
 
 
@@ -60,6 +61,14 @@ class Run:
         """The run's tags."""
         with speaking(self.store):
             return dict(self.store.client.get_run(self.run_id).data.tags)
+
+    def parent_tags(self) -> dict[str, str]:
+        """The tags of the pipeline run that this one is nested in; {} if there is none."""
+        parent = self.tags().get("mlflow.parentRunId")
+        if parent is None:
+            return {}
+        with speaking(self.store):
+            return dict(self.store.client.get_run(parent).data.tags)
 
     def log_params(self, params: Mapping[str, object] | BaseModel) -> None:
         """Log parameters; nested ones by dotted name, lists as JSON."""
@@ -116,6 +125,17 @@ class Run:
                 "items": {"dvc.path": str(path), "dvc.md5": digest},
             }
         )
+
+    def patiently(self, call: Callable[[], T], wait_s: float) -> T:
+        """What cannot wait in the outbox: called again until the server answers, for `wait_s` at most.
+
+        What was logged before is there when the call is made.
+
+        Raises:
+            TrackingError: it refused, or is away for longer.
+        """
+        self.outbox.wait(wait_s)
+        return patiently(self.store, call, wait_s)
 
     def post(self, record: Record) -> None:
         """Send a record of polyturn.tracking.delivery, or keep it until the server answers.
