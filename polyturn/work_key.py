@@ -20,7 +20,10 @@ _NOT_IN_KEY = {
     "train": (
         "steps", "checkpoint_every", "keep_checkpoints", "resume", "work_uri", "lease_s", "stop", "max_logprob_gap",
     ),
-    "learner": ("num_processes", "reshard_after_forward", "offload"),
+    "learner": (
+        "num_processes", "tensor_parallel", "sequence_parallel", "pipeline_parallel", "context_parallel",
+        "reshard_after_forward", "offload",
+    ),
     "loss": ("start_tolerance",),
     "env": ("max_failure_fraction",),
     "reward": ("max_failure_fraction",),
@@ -54,7 +57,8 @@ def work_key(stage: str, params: Params) -> str:
     sections = {name: _of_key(tree[name], name) for name in declared["params"]}
     digest = hashlib.sha256(json.dumps(sections, sort_keys=True).encode())
     digest.update(f"python {platform.python_version()}\n".encode())
-    for package in _PACKAGES:
+    engines = ("megatron-core",) if params.learner.backend == "megatron" else ()
+    for package in (*_PACKAGES, *(engines if "learner" in sections else ())):
         digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
     for path in sorted(file for dep in declared["deps"] for file in _files(Path(dep))):
         digest.update(f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

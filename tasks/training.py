@@ -19,7 +19,6 @@ from polyturn.debug import NoSampler
 from polyturn.determinism import choose_kernels
 from polyturn.grpo import TrainingOutcome
 from polyturn.journal import Journal
-from polyturn.learner.fsdp import FsdpLearner
 from polyturn.metrics import curve_csv
 from polyturn.model import DTYPES, Policy
 from polyturn.params import Params
@@ -37,6 +36,7 @@ from polyturn.trajectories import TrajectoryEntry
 from polyturn.types import Problem
 from polyturn.world import ONE, World
 from tasks.context import write_json
+from tasks.learners import open_learner
 from tasks.samplers import SamplerPlace, open_sampler
 
 CURVE = "train_curve.csv"
@@ -104,17 +104,9 @@ def _parts(params: Params, recorder: Recorder, work: Path, world: World) -> Part
     problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
     _check_problems(params, policy, problems)
     device = training_device(params.learner)
-    learner = FsdpLearner(
-        policy,
-        renderer,
-        params.learner,
-        params.loss,
-        params.rollout.temperature,
-        seed=params.seed,
-        world=world,
-        device=device,
-    )
-    # Sharded modules cannot generate, as ranks call them unequally often: the sampler gets plain ones of its own.
+    learner = open_learner(policy, renderer, params, device, world)
+    # Sharded modules cannot generate, as ranks call them unequally often, and Megatron's not at all: the sampler gets
+    # plain ones of its own.
     plain = policy if learner.shares_weights else model.load(params.model, layout.WARMSTART)
     if params.sampler.backend == "hf":  # servers have weights of their own
         torch.nn.Module.to(plain.model, device)

@@ -4,19 +4,55 @@ from __future__ import annotations
 
 import pytest
 
+from polyturn.learner.megatron import versions
 from polyturn.params import ParamsError, parse
 from polyturn.supported import check_supported
 
+MEGATRON = {"backend": "megatron", "num_processes": 4}
+
 
 @pytest.mark.parametrize(
-    ("section", "key", "value"),
+    ("learner", "message"),
     [
-        ("learner", "backend", "megatron"),
+        ({"num_processes": 2, "tensor_parallel": 2}, "tensor_parallel: 2 .* learner.backend: fsdp"),
+        ({**MEGATRON, "pipeline_parallel": 2}, "pipeline_parallel: 2 is not built .* set it to 1"),
+        ({**MEGATRON, "context_parallel": 2}, "context_parallel: 2 is not built .* set it to 1"),
+        ({"context_parallel": 2}, "context_parallel: 2 is not built"),
+        ({**MEGATRON, "lora": {}}, "lora is built for learner.backend: fsdp alone"),
     ],
 )
-def test_each_missing_part_is_named_with_its_key(section: str, key: str, value: object) -> None:
-    with pytest.raises(ParamsError, match=rf"{section}\.{key}: {value} is not in this version"):
-        check_supported(parse({section: {key: value}}))
+def test_layouts_that_are_not_built_are_named_with_their_key(
+    learner: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ParamsError, match=rf"learner\.{message}"):
+        check_supported(parse({"learner": learner}))
+
+
+@pytest.mark.parametrize(
+    ("learner", "message"),
+    [
+        (
+            {"num_processes": 3, "tensor_parallel": 2},
+            "num_processes must be a multiple of .* 2, got 3",
+        ),
+        ({"sequence_parallel": True}, "sequence_parallel splits tokens .* tensor_parallel"),
+    ],
+)
+def test_layouts_that_do_not_add_up_are_no_params(learner: dict[str, object], message: str) -> None:
+    with pytest.raises(ParamsError, match=message):
+        parse({"learner": {**MEGATRON, **learner}})
+
+
+def test_megatron_is_refused_where_megatron_core_is_too_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions.importlib.metadata, "version", lambda _: "0.14.0")
+    with pytest.raises(ValueError, match=r"learner\.backend: megatron .* got 0\.14"):
+        check_supported(parse({"learner": MEGATRON}))
+
+
+def test_both_learners_are_supported() -> None:
+    check_supported(parse({"learner": {**MEGATRON, "tensor_parallel": 2}}))
 
 
 @pytest.mark.parametrize(
@@ -26,6 +62,7 @@ def test_each_missing_part_is_named_with_its_key(section: str, key: str, value: 
         ({"precision": "bfloat16"}, "hf", False),
         ({"lora": {}}, "hf", False),
         ({"num_processes": 2}, "hf", False),
+        ({"backend": "megatron"}, "hf", False),
         ({"device": "cpu"}, "hf", False),  # nothing is moved there
         ({}, "sglang", False),
     ],

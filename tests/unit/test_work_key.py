@@ -44,6 +44,7 @@ def params(**changes: object) -> Params:
         {"train": {"work_uri": "/tmp/elsewhere"}},
         {"train": {"keep_checkpoints": 7}},
         {"learner": {"num_processes": 2}},
+        {"learner": {"num_processes": 4, "tensor_parallel": 2, "sequence_parallel": True}},
         {"learner": {"offload": True, "reshard_after_forward": False}},
         {"train": {"stop": {"max_gpu_hours": 1.0}}},
         {"sampler": {"sglang": {"urls": ["http://other:30000"], "start_timeout_s": 9.0}}},

@@ -91,6 +91,9 @@ class SplitTower:
             device=first.device,
         )
         stacked = torch.cat([*(torch.stack(f.levels, dim=1) for f in own), padding])
+        if not self.is_frozen and torch.is_grad_enabled() and not own:
+            # So that the backward pass holds the same collectives on a rank without pictures.
+            stacked.requires_grad_()
         if self._group.size() == 1:
             return [stacked]
         gathered = gather_from_sequence_parallel_region(
