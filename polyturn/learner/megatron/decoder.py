@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -53,8 +54,9 @@ def build_gpt(facts: DecoderFacts, config: TransformerConfig) -> GPTModel:
 
 
 def _mark_split(module: ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) -> None:
-    """Say that ranks hold a part of the weight each, which megatron-core does where it draws weights."""
-    if module.weight is not None:  # a tied head has none
+    """Say that ranks hold a part of the weight each, which megatron-core 0.16 does only where it draws weights."""
+    is_marked = hasattr(module.weight, "tensor_model_parallel")
+    if module.weight is not None and not is_marked:  # a tied head has none
         dim = 1 if isinstance(module, RowParallelLinear) else 0
         set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
@@ -109,14 +111,20 @@ class Decoder:
             [self._placed(level, rows, embeddings) for level in levels[1:]],
         )
         if self._config.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            whole = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self._group
+            )
         else:
-            whole = copy_to_tensor_model_parallel_region(hidden)
+            whole = copy_to_tensor_model_parallel_region(hidden, self._group)
         return cast("Tensor", whole)[:number, 0]
 
     @property
     def _config(self) -> TransformerConfig:
         return cast("TransformerConfig", self.gpt.config)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.gpt.pg_collection.tp
 
     def _layers(
         self, hidden: Tensor, packing: Packing, angles: Tensor, extra: Sequence[Tensor]
@@ -144,7 +152,7 @@ class Decoder:
     def _scattered(self, whole: Tensor) -> Tensor:
         if not self._config.sequence_parallel:
             return whole
-        return cast("Tensor", scatter_to_sequence_parallel_region(whole))
+        return cast("Tensor", scatter_to_sequence_parallel_region(whole, self._group))
 
 
 def padded(

@@ -7,23 +7,26 @@ shim shows that the installed megatron-core still fails without it.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from packaging.version import Version
 
 _FACTORIES = ("tensor", "zeros", "empty")
 
 
 @dataclass(frozen=True)
 class Shim:
-    """Replaces `attribute` of the module or class `owner` by `make(what it was)`."""
+    """Replaces `attribute` of the module or class `owner` by `make(what it was)`, from megatron-core `since` on."""
 
     owner: str
     attribute: str
     reason: str
     make: Callable[[object], object]
+    since: str = "0.16.1"
 
     def put(self) -> Callable[[], None]:
         """Replace it; what is returned puts back what was there."""
@@ -56,6 +59,10 @@ def _host_device(_: object) -> Callable[[], torch.device]:
     return lambda: torch.device("cpu")
 
 
+def _no_stream(_: object) -> Callable[[], None]:
+    return lambda: None
+
+
 def _host_torch(_: object) -> _HostTorch:
     return _HostTorch()
 
@@ -80,6 +87,13 @@ SHIMS = (
         "current_device",
         "buffers of gradients and of collectives are made on this device",
         _host_device,
+    ),
+    Shim(
+        "torch.cuda",
+        "current_stream",
+        "gradients wait on it for replays of CUDA graphs, of which there are none",
+        _no_stream,
+        since="0.19",
     ),
     Shim(
         "torch:Tensor",
@@ -115,5 +129,11 @@ def apply() -> None:
     if torch.cuda.is_available() or _is_applied:
         return
     _is_applied = True
-    for shim in SHIMS:
+    for shim in needed():
         shim.put()
+
+
+def needed() -> list[Shim]:
+    """The shims of the installed megatron-core."""
+    installed = Version(importlib.metadata.version("megatron-core"))
+    return [shim for shim in SHIMS if Version(shim.since) <= installed]
