@@ -38,34 +38,52 @@ def announce(running: Running, root: Path = Path()) -> None:
 
 
 def ask(name: str) -> Path:
-    """Ask a run to end before its next step; `name` is a checkout's directory, or an MLflow run id in this one.
+    """Ask a run of this machine to end before its next step.
+
+    `name` is a checkout's directory; or of a run in this checkout or a worktree of it the MLflow run id (its own or its
+    flow's) or the flow run's name, which is the worktree's.
 
     Returns:
         The run's work directory.
 
     Raises:
-        NoRunError: nothing trains there, or under that id.
+        NoRunError: nothing trains there, or under that name.
     """
-    root = Path(name) if Path(name).is_dir() else Path()
-    running = _running(root)
-    if running is None:
+    is_directory = Path(name).is_dir()
+    roots = [Path(name)] if is_directory else [Path(), *_worktrees(Path())]
+    found = {root: running for root in roots if (running := _running(root))}
+    for root, running in found.items():
+        if is_directory or name in running.run_ids or name == root.name:
+            ask_in(running.directory, "polyturn stop")
+            return running.directory
+    if is_directory:
         raise NoRunError(
-            f"no training run is running in {root.absolute()}; name the directory of the checkout or worktree "
+            f"no training run is running in {Path(name).absolute()}; name the directory of the checkout or worktree "
             f"in which it does, got {name!r}"
         )
-    if not Path(name).is_dir() and name not in running.run_ids:
-        raise NoRunError(
-            f"the run that trains in {root.absolute()} is {' of '.join(running.run_ids)}, not {name!r}"
-        )
-    with atomic_path(running.directory / _REQUEST) as partial:
-        partial.write_text("polyturn stop")
-    return running.directory
+    there = [
+        f"in {root.absolute()} trains {' of '.join(running.run_ids)}"
+        for root, running in found.items()
+    ]
+    raise NoRunError(
+        f"no run {name!r} trains in {Path().absolute()} or its worktrees ({'; '.join(there) or 'nothing does'})"
+    )
+
+
+def ask_in(directory: Path, by: str) -> None:
+    """Ask the run that works in `directory` to end before its next step; `by` is told as who asked."""
+    with atomic_path(directory / _REQUEST) as partial:
+        partial.write_text(by)
 
 
 def reason(directory: Path) -> str | None:
     """Why the run that works in `directory` is to end; None while nobody asked."""
     path = directory / _REQUEST
     return f"requested by {path.read_text()}" if path.exists() else None
+
+
+def _worktrees(root: Path) -> list[Path]:
+    return sorted(path for path in (root / layout.STATE / "worktrees").glob("*") if path.is_dir())
 
 
 def _pointer(root: Path) -> Path:

@@ -12,6 +12,7 @@ from polyturn.determinism import is_replayable
 from polyturn.params import Params
 from polyturn.pictures import Pictures
 from polyturn.recorder import PICTURES
+from polyturn.tracking import stop_tag
 from polyturn.tracking.gallery import log_step_files
 from polyturn.trajectory_times import times_directory
 from tasks import continuation, ranks, training
@@ -34,6 +35,7 @@ def body(ctx: StageContext) -> None:
         continuation.adopt(ctx, place)
     run_ids = [ctx.run.run_id, *filter(None, [os.environ.get(PARENT_RUN)])]
     stop_request.announce(stop_request.Running(work, run_ids))
+    stop_tag.watch(ctx.run, work)
     with place.working():
         if params.learner.num_processes == 1:
             training.train(params, work, ctx.run)

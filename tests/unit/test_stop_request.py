@@ -51,9 +51,21 @@ def test_a_run_that_is_not_running_is_named(
     with pytest.raises(NoRunError, match=r"no training run is running in .*got '\.'"):
         stop_request.ask(".")
     train_in(tmp_path, tmp_path / "work")
-    with pytest.raises(NoRunError, match=r"is stage-run of flow-run, not 'other'"):
+    with pytest.raises(NoRunError, match=r"no run 'other' .*trains stage-run of flow-run"):
         stop_request.ask("other")
     assert stop_request.reason(tmp_path / "work") is None
+
+
+def test_a_run_in_a_worktree_is_asked_by_the_name_of_its_flow_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    works = {name: tmp_path / "work" / name for name in ("polite-otter", "bold-crow")}
+    for name, work in works.items():
+        train_in(tmp_path / ".polyturn/worktrees" / name, work)
+    assert stop_request.ask("bold-crow") == works["bold-crow"]
+    assert stop_request.reason(works["bold-crow"]) is not None
+    assert stop_request.reason(works["polite-otter"]) is None
 
 
 def test_a_run_that_has_ended_is_not_asked(
@@ -69,5 +81,5 @@ def test_a_run_that_has_ended_is_not_asked(
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=path, check=True)
     assert (tmp_path / ".polyturn/work/train.json").exists()
     assert cli.main(["stop", "stage-run"]) == 2
-    assert "no training run is running" in capsys.readouterr().err
+    assert "no run 'stage-run' trains in" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
