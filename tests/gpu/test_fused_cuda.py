@@ -1,0 +1,55 @@
+"""Compiled layers and loss on a GPU, lowered to kernels for real."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polyturn.fused import fused_scores
+from polyturn.logprobs import _Score
+from polyturn.model import Policy
+from polyturn.render import Renderer
+from tests.unit.learner.scenarios import gradients, learner_of, samples, update
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA = torch.device("cuda")
+
+
+def test_fused_scores_of_half_precision_logits_are_those_of_the_eager_path() -> None:
+    start = (4 * torch.randn(64, 5000, device=CUDA)).bfloat16()
+    targets = torch.arange(64, device=CUDA) * 70
+    found = []
+    for run, dtype in ((_Score.apply, torch.float32), (fused_scores, torch.bfloat16)):
+        logits = start.to(dtype).requires_grad_(True)
+        logprobs, entropy = run(logits, targets, 0.8, [3, 140])
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+        found.append((logprobs.detach(), entropy.detach(), logits.grad.float()))
+    (logprobs, entropy, gradient), (own_logprobs, own_entropy, own_gradient) = found
+    # the second target is banned: its logprob is -inf on both sides
+    torch.testing.assert_close(own_logprobs, logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(own_entropy, entropy, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(own_gradient, gradient, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_compiled_learner_gives_the_gradients_of_an_eager_one(
+    policy: Policy, precision: str
+) -> None:
+    """Over several micro-batches, so that gradients add up before they are given to the optimizer."""
+    chosen = samples(Renderer(policy))
+    eager, compiled = (
+        learner_of(
+            policy, device=CUDA, micro_batch_tokens=90, precision=precision, compile=is_compiled
+        )
+        for is_compiled in (False, True)
+    )
+    before, after = update(eager, chosen), update(compiled, chosen)
+    bound = 1e-4 if precision == "float32" else 3e-2
+    assert after.grad_norm == pytest.approx(before.grad_norm, rel=bound)
+    wanted = gradients(eager)
+    for name, gradient in gradients(compiled).items():
+        difference = (gradient - wanted[name]).norm() / (wanted[name].norm() + 1e-6)
+        assert difference < bound, (name, float(difference))
