@@ -27,7 +27,10 @@ def build_parser() -> argparse.ArgumentParser:
     use.add_argument("recipe", nargs="?", help="an overlay of recipes/, by name; none: list them")
     _add_pairs(use)
     use.set_defaults(run=_use)
-    plan = command("plan", "say which stages would run again, why, and how long they took")
+    plan = command(
+        "plan", "say which stages would run again, why, and what time and cost to expect"
+    )
+    plan.add_argument("--diff", action="store_true", help="also show the changed lines of code")
     plan.set_defaults(run=_plan)
     report = command("report", "write runs/report.html from the files of this checkout")
     report.set_defaults(run=_report)
@@ -36,13 +39,22 @@ def build_parser() -> argparse.ArgumentParser:
     _add_evaluate(command("evaluate", "score a policy on held-out problems, also without pictures"))
     doctor = command("doctor", "check that the newest model of this checkout sees its pictures")
     doctor.set_defaults(run=_doctor)
+    _add_gc(command("gc", "remove what neither champion, last nor pinned runs need"))
+    pin = command("pin", "keep an MLflow run, and what it needs, from `polyturn gc`")
+    pin.add_argument("run_id", metavar="RUN_ID")
+    pin.add_argument("--remove", action="store_true", help="take the pin away")
+    pin.set_defaults(run=_pin)
+    fetch = command("fetch-model", "bring a registered policy as a Hugging Face directory")
+    fetch.add_argument("name", help="models:/NAME@champion, champion, v3 or NAME/3")
+    fetch.add_argument("--out", type=Path, default=Path("runs/model"), help="(%(default)s)")
+    fetch.set_defaults(run=_fetch_model)
     stop = command("stop", "end training after this step, with the best policy so far")
     stop.add_argument(
         "target",
         nargs="?",
         default=".",
         metavar="RUN",
-        help="the directory of the checkout or worktree that trains, or an MLflow run id in this one (%(default)s)",
+        help="a flow run's name, an MLflow run id, or the directory of the checkout or worktree that trains (%(default)s)",
     )
     stop.set_defaults(run=_stop)
     cli_registry.add(command)
@@ -108,12 +120,23 @@ def _add_play(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_play)
 
 
+def _add_gc(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="only list it")
+    parser.add_argument(
+        "--keep",
+        type=int,
+        metavar="N",
+        help="the last N runs of every stage and of the pipeline stay (tracking.keep_runs)",
+    )
+    parser.add_argument("--local", action="store_true", help="leave DVC's remote alone")
+    parser.set_defaults(run=_gc)
+
+
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
-        type=Path,
-        default=Path("artifacts/policy"),
-        help="a Hugging Face directory (%(default)s)",
+        default="artifacts/policy",
+        help="a Hugging Face directory, or a version of the registry: champion, v3, MODEL/3 (%(default)s)",
     )
     parser.add_argument("--split", default="test", choices=_SPLITS)
     parser.add_argument("--num", type=int, help="the first NUM problems only")
@@ -122,6 +145,11 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
         "--ablate-images",
         action="store_true",
         help="score again with blank pictures in the environment's answers, and compare",
+    )
+    parser.add_argument(
+        "--sealed",
+        action="store_true",
+        help="score a version of the registry on the sealed part of the test split; each time is counted",
     )
     parser.set_defaults(run=_evaluate)
 
@@ -141,11 +169,9 @@ def _use(chosen: argparse.Namespace) -> int:
 
 
 def _plan(chosen: argparse.Namespace) -> int:
-    from polyturn import layout, params, plan
+    from polyturn import plan
 
-    del chosen
-    params.load(layout.PARAMS)
-    print("\n".join(plan.lines(Path.cwd())))
+    print("\n".join(plan.lines(plan.read(Path.cwd()), with_diffs=chosen.diff)))
     return 0
 
 
@@ -201,6 +227,11 @@ def _play(chosen: argparse.Namespace) -> int:
 def _evaluate(chosen: argparse.Namespace) -> int:
     from polyturn import evaluate_cli
 
+    if chosen.sealed:
+        from polyturn import sealed
+
+        print("\n".join(sealed.lines(chosen.policy)))
+        return 0
     request = evaluate_cli.Request(
         policy=chosen.policy,
         split=chosen.split,
@@ -212,11 +243,51 @@ def _evaluate(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _stop(chosen: argparse.Namespace) -> int:
-    from polyturn import stop_request
+def _gc(chosen: argparse.Namespace) -> int:
+    from polyturn import gc, layout, params
 
-    work = stop_request.ask(chosen.target)
-    print(f"asked the run in {work} to end before its next step; the stage then succeeds")
+    loaded = params.load(layout.PARAMS)
+    keep = loaded.tracking.keep_runs if chosen.keep is None else chosen.keep
+    if keep < 0:
+        raise ValueError(f"--keep must be at least 0, got {keep}")
+    found = gc.plan(Path.cwd(), loaded, keep_last=keep, with_remote=not chosen.local)
+    if not chosen.dry_run:
+        for item in found.items:
+            item.remove()
+    print("\n".join(gc.told(found, is_dry=chosen.dry_run)))
+    return 0
+
+
+def _pin(chosen: argparse.Namespace) -> int:
+    from polyturn import layout, params
+    from polyturn.tracking import needs, store
+
+    connected = store.connect(params.load(layout.PARAMS).tracking, Path.cwd())
+    needs.pin(connected, chosen.run_id, is_pinned=not chosen.remove)
+    return 0
+
+
+def _fetch_model(chosen: argparse.Namespace) -> int:
+    from polyturn import layout, params
+    from polyturn.tracking.fetch_model import fetch_model
+
+    print(fetch_model(chosen.name, chosen.out, params.load(layout.PARAMS), Path.cwd()))
+    return 0
+
+
+def _stop(chosen: argparse.Namespace) -> int:
+    from polyturn import layout, params, stop_request
+
+    try:
+        where = f"in {stop_request.ask(chosen.target)}"
+    except stop_request.NoRunError:
+        if Path(chosen.target).is_dir() or not layout.PARAMS.is_file():
+            raise
+        from polyturn.tracking import stop_tag
+
+        tracking = params.load(layout.PARAMS).tracking
+        where = f"{chosen.target} ({stop_tag.ask(chosen.target, tracking, Path.cwd())}), elsewhere"
+    print(f"asked the run {where} to end before its next step; the stage then succeeds")
     return 0
 
 

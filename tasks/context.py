@@ -20,6 +20,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from polyturn import family, layout, lease, params, processes, tracking
+from polyturn.checkout import main_checkout
 from polyturn.data.files import atomic_path
 from polyturn.params import Params
 from polyturn.supported import check_supported
@@ -156,8 +157,12 @@ def _record_time(name: str, *, run_id: str, seconds: float) -> None:
         "run_id": run_id,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    with (layout.STATE / "timings.jsonl").open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    # A worktree's own goes with it; the main checkout's is what the next plan knows.
+    for root in {Path.cwd(), main_checkout(Path.cwd())}:
+        path = root / layout.STATE / "timings.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 @contextmanager
@@ -196,5 +201,8 @@ def log_to(path: Path, *, console: int = logging.INFO) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[shown, file], force=True)
     for package in ("polyturn", "tasks", "plugins"):
         logging.getLogger(package).setLevel(logging.DEBUG)
-    for chatty in ("httpx", "botocore"):  # they tell of every request and where credentials are from
+    for chatty in (
+        "httpx",
+        "botocore",
+    ):  # they tell of every request and where credentials are from
         logging.getLogger(chatty).setLevel(logging.WARNING)

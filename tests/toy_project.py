@@ -87,6 +87,10 @@ class ToyProject:
         subprocess.run([*_GIT, "add", "."], cwd=self.path, check=True)
         subprocess.run([*_GIT, "commit", "-q", "-m", "test"], cwd=self.path, check=True)
 
+    def git(self, *arguments: str) -> str:
+        """Output of a git command."""
+        return subprocess.check_output(["git", *arguments], cwd=self.path, text=True).strip()
+
     def start(self, *command: str, **env: str) -> subprocess.Popen[str]:
         """Start a command in a session of its own; `python` and `dvc` are those of the tests."""
         return subprocess.Popen(

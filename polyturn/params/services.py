@@ -33,6 +33,8 @@ class TrackingParams(Section):
     # How long a server that is away is waited for where nothing goes on without it: at the start of a stage, to
     # register, and at the end (what is not delivered by then is by the next start). Steps of training do not wait.
     outage_s: NonNegativeFloat = 150.0
+    # Of every stage, and of pipeline runs, as many of the last are kept by `polyturn gc`.
+    keep_runs: NonNegativeInt = 10
     system_metrics_s: NonNegativeFloat = 10.0  # between samples of CPU, memory, GPUs; 0: none
     traces_per_step: NonNegativeInt = (
         2  # trajectories of a training step logged as traces, 0.15 s each

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from polyturn import cli, layout, model, params, plan
+from polyturn import cli, layout, model, params
 from polyturn.data.files import write_jsonl
 from polyturn.trajectories import save_pictures
 from polyturn.types import Problem
-from tests.toy_project import ToyProject
 from tests.unit import tiny
 
 COMMANDS = ("use", "plan", "report", "view", "play", "evaluate", "doctor", "stop")
@@ -87,43 +85,6 @@ def test_what_came_back_of_a_worktree_is_viewed_through_its_registered_version(
     (returned / layout.TRAJECTORIES).mkdir(parents=True)  # a checkout that has its own
     assert cli.main(["view", "runs/name"]) == 2
     assert "runs/name holds no trajectories" in capsys.readouterr().err
-
-
-def test_plan_of_a_fresh_checkout_names_stages_not_files(toy: Callable[..., ToyProject]) -> None:
-    result = toy(one="pass", two="pass").run("python", "-m", "polyturn.cli", "plan")
-    assert result.stdout.splitlines() == [
-        "one: never ran in this checkout",
-        "two: never ran in this checkout",
-    ]
-
-
-def test_plan_shows_the_first_reasons_and_counts_the_rest() -> None:
-    changed = {f"file{index}.py": "modified" for index in range(plan.MAX_REASONS + 2)}
-    params_changed = {"params.yaml": {"train.steps": "modified"}}
-    stale: dict[str, list[plan.Change]] = {
-        "train": ["changed command", {"changed deps": params_changed}],
-        "evaluate": [{"changed deps": changed}],
-    }
-    shown = plan.stale_lines(stale, frozenset(stale))
-    assert shown[:3] == ["train:", "  changed command", "  modified  params.yaml: train.steps"]
-    assert shown[3:5] == ["evaluate:", "  modified  file0.py"]
-    assert shown[-1] == "  and 2 more (`dvc status evaluate`)"
-    assert plan.stale_lines({}, frozenset()) == ["nothing would run: everything is up to date"]
-
-
-def test_plan_tells_what_is_stale_and_how_long_it_took(toy: Callable[..., ToyProject]) -> None:
-    project = toy(one="pass", two="pass")
-    assert project.run("dvc", "repro").returncode == 0
-    (project.path / "tasks/two.py").write_text(
-        (project.path / "tasks/two.py").read_text() + "\n# edited\n"
-    )
-    result = project.run("python", "-m", "polyturn.cli", "plan")
-    assert result.returncode == 0
-    assert "two:" in result.stdout
-    assert "  modified  tasks/two.py" in result.stdout.splitlines()
-    assert "one:" not in result.stdout
-    times = result.stdout.partition("seconds that each stage took")[2]
-    assert [line.split()[0] for line in times.splitlines()[1:]] == ["one", "two"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
