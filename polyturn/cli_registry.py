@@ -38,6 +38,11 @@ def _add_promote(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("candidate", nargs="?", help=f"{_NAMES}; default: the challenger")
     parser.add_argument("--to", metavar="VERSION", help="make it champion whatever it scored")
     parser.add_argument("--reason", default="", help="why, with --to")
+    parser.add_argument(
+        "--sealed",
+        action="store_true",
+        help="judge by the sealed part of the test split (evaluate.sealed_fraction), which opens it",
+    )
     parser.add_argument("--history", action="store_true", help="print every move of an alias")
     parser.set_defaults(run=_promote)
 
@@ -75,7 +80,7 @@ def _promote(chosen: argparse.Namespace) -> int:
     if chosen.to:
         outcome = promote_cli.by_hand(chosen.to, chosen.reason, Path.cwd())
     else:
-        outcome = promote_cli.by_rule(chosen.candidate, Path.cwd())
+        outcome = promote_cli.by_rule(chosen.candidate, Path.cwd(), is_sealed=chosen.sealed)
     print("\n".join(outcome.lines))
     return 0 if outcome.is_champion else 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from polyturn.types import Problem
 class Request:
     """What to score and how."""
 
-    policy: Path
+    policy: str  # a directory, or what the registry calls a version (champion, v3)
     split: str
     num_problems: int | None  # the first ones only; None: all
     is_greedy: bool
@@ -41,25 +40,73 @@ def run(request: Request) -> list[str]:
         ValueError: there is no such policy, or no problem of the split.
     """
     loaded = params.load(layout.PARAMS)
-    problems = _problems(request.split, request.num_problems, loaded)
-    if not (request.policy / "config.json").is_file():
-        raise ValueError(f"--policy {request.policy} holds no config.json; run `dvc repro train`")
-    set_up_torch(loaded)
-    policy = model.load(loaded.model, request.policy)
-    torch.nn.Module.to(policy.model, training_device(loaded.learner))
-    renderer = Renderer(policy)
-    sampler = HfSampler(policy, renderer, is_vision_frozen=True)
-    settings, plan = evaluation_settings(loaded), _plan(loaded, is_greedy=request.is_greedy)
+    problems = read_problems(request.split, loaded)[: _checked(request.num_problems)]
+    renderer, sampler = open_policy(find_policy(request.policy, loaded), loaded)
+    settings, plan = evaluation_settings(loaded), plan_of(loaded, is_greedy=request.is_greedy)
     rounds = 2 if request.is_ablated else 1
-    # Elsewhere than on a terminal what is said is the result alone: `::progress` lines are for flows.
-    is_shown = sys.stdout.isatty()
-    with Progress(rounds * len(problems), "evaluate", is_shown=is_shown) as progress:
+    with shown_progress(rounds * len(problems)) as progress:
         scoring = (problems, sampler, renderer, settings, plan, progress.update)
         if request.is_ablated:
             return ablation_lines(asyncio.run(ablate(*scoring)))
         summary = summarize(asyncio.run(evaluate(*scoring)), plan)
     found = Interval(*(summary[f"accuracy{part}"] for part in ("", "_low", "_high")))
     return [_line(f"accuracy on {len(problems)} problems", found)]
+
+
+def find_policy(name: str, loaded: Params) -> Path:
+    """The directory of a policy; that of a registered version is fetched into .polyturn/cache/models.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if (Path(name) / "config.json").is_file():
+        return Path(name)
+    if Path(name).exists():
+        raise ValueError(f"--policy {name} holds no config.json; run `dvc repro train`")
+    # The registry is not needed, and MLflow not imported, for a directory.
+    from polyturn.tracking import fetch_model, versions  # noqa: PLC0415
+    from polyturn.tracking.store import connect  # noqa: PLC0415
+
+    version = versions.find_version(
+        connect(loaded.tracking, Path.cwd()), name, loaded.registry.name
+    )
+    target = layout.STATE / "cache" / "models" / f"{version.name}-{version.version}"
+    if not target.exists():
+        address = f"models:/{version.name}/{version.version}"
+        fetch_model.fetch_model(address, target, loaded, Path.cwd())
+    return target
+
+
+def open_policy(directory: Path, loaded: Params) -> tuple[Renderer, HfSampler]:
+    """The policy on learner.device, ready to sample."""
+    set_up_torch(loaded)
+    policy = model.load(loaded.model, directory)
+    torch.nn.Module.to(policy.model, training_device(loaded.learner))
+    renderer = Renderer(policy)
+    return renderer, HfSampler(policy, renderer, is_vision_frozen=True)
+
+
+def shown_progress(total: int) -> Progress:
+    """A bar on a terminal; elsewhere what is said is the result alone (`::progress` lines are for flows)."""
+    return Progress(total, "evaluate", is_shown=sys.stdout.isatty())
+
+
+def read_problems(split: str, loaded: Params, part: evaluation_set.Part = "open") -> list[Problem]:
+    """The checkout's problems of a split; of test those of one part.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = layout.PROBLEMS / "problems.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; run `dvc repro model` (or `make demo`)")
+    problems = data.read_problems(path, layout.IMAGES)
+    if split == "test":
+        return evaluation_set.choose(problems, loaded, part)
+    found = [problem for problem in problems if problem.split == split]
+    if not found:
+        raise ValueError(f"--split {split}: {path} has no such problem")
+    return found
 
 
 def ablation_lines(found: Ablation) -> list[str]:
@@ -83,22 +130,14 @@ def _line(name: str, found: Interval) -> str:
     return f"{name:<32} {found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
-def _problems(split: str, count: int | None, loaded: Params) -> Sequence[Problem]:
-    path = layout.PROBLEMS / "problems.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{path} is not there; run `dvc repro model` (or `make demo`)")
+def _checked(count: int | None) -> int | None:
     if count is not None and count < 1:
         raise ValueError(f"--num must be at least 1, got {count}")
-    problems = data.read_problems(path, layout.IMAGES)
-    if split == "test":
-        return evaluation_set.choose(problems, loaded)[:count]
-    found = [problem for problem in problems if problem.split == split]
-    if not found:
-        raise ValueError(f"--split {split}: {path} has no such problem")
-    return found[:count]
+    return count
 
 
-def _plan(loaded: Params, *, is_greedy: bool) -> EvaluationPlan:
+def plan_of(loaded: Params, *, is_greedy: bool) -> EvaluationPlan:
+    """How the evaluate stage scores, or one greedy try."""
     scoring = loaded.evaluate
     plan = EvaluationPlan(
         seed=derive(loaded.seed, "test"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from polyturn import compare_text, layout, params
@@ -27,8 +28,10 @@ class Outcome:
     is_champion: bool
 
 
-def by_rule(candidate: str | None, root: Path) -> Outcome:
+def by_rule(candidate: str | None, root: Path, *, is_sealed: bool = False) -> Outcome:
     """Make a version champion if the rule says so, else challenger; the challenger is the default candidate.
+
+    `is_sealed`: judged by the sealed part of the test split, which is opened for both if it was not yet.
 
     Raises:
         TrackingError: there is no such version, the promoter's credential is missing or refused.
@@ -39,7 +42,10 @@ def by_rule(candidate: str | None, root: Path) -> Outcome:
         entry = versions.of_version(versions.find_version(store, candidate or CHALLENGER, name))
         rule = Rule(loaded.registry.min_gain, loaded.evaluate.bootstrap_samples)
         judged_against = _champion(store, _model(entry))
-        verdict = promotion.judge(store, entry, rule, root)
+        load = (
+            _sealed(loaded, store, root) if is_sealed else partial(versions.load, store, root=root)
+        )
+        verdict = promotion.judge(store, entry, rule, load)
         if verdict.comparison is not None:
             _count(loaded, root, verdict.comparison)
         with store_lock(store.addresses):
@@ -112,6 +118,13 @@ def _count(loaded: Params, root: Path, found: Comparison) -> None:
             opened.log_text(compare_text.markdown(found), "compare.md")
     except TrackingError as error:
         logger.warning("this comparison is not counted: %s", error)
+
+
+def _sealed(loaded: Params, store: Store, root: Path) -> promotion.Load:
+    # It loads torch, which judging by recorded results does not need.
+    from polyturn import sealed  # noqa: PLC0415
+
+    return lambda entry: sealed.score(entry, loaded, store, root)
 
 
 def _champion(store: Store, name: str) -> int | None:

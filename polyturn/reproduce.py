@@ -50,7 +50,8 @@ class Reproduction:
 
     recorded: Recorded
     stages: Sequence[StageRun]
-    rows: Sequence[Row]
+    rows: Sequence[Row]  # digests
+    numbers: Sequence[Row]  # of metrics.json
     curve: FirstDifference | None
     num_curves: int  # metrics whose histories were compared
     changes: Sequence[Change]  # of the environment
@@ -59,7 +60,8 @@ class Reproduction:
     @property
     def is_same(self) -> bool:
         """Whether every digest, number and step is."""
-        return bool(self.rows) and all(row.is_same for row in self.rows) and self.curve is None
+        rows = [*self.rows, *self.numbers]
+        return bool(self.rows) and all(row.is_same for row in rows) and self.curve is None
 
 
 def run(run_id: str, root: Path, *, keeps_worktree: bool) -> Reproduction:
@@ -230,7 +232,8 @@ def _compare(
     now = {stage: found for stage, found in outs.items() if stage in ran}
     rows = reproduction.digest_rows(record.outs, now)
     metrics = json.loads((worktree / layout.METRICS).read_text())
-    rows += reproduction.metric_rows(record.metrics, metrics)
+    numbers = reproduction.metric_rows(record.metrics, metrics)
+    # The worktree's own store: reproducing registers nothing in the team's.
     again = connect(TrackingParams(uri=f"sqlite:///{worktree / 'mlflow.db'}"), worktree)
     train_run = json.loads((worktree / layout.TRAIN_RUN).read_text())["run_id"]
     tags = again.client.get_run(train_run).data.tags
@@ -243,7 +246,7 @@ def _compare(
     curve = reproduction.first_difference(
         histories.read(store, old_run, names), histories.read(again, train_run, names)
     )
-    return Reproduction(record, stages, rows, curve, len(names), changes, worktree)
+    return Reproduction(record, stages, rows, numbers, curve, len(names), changes, worktree)
 
 
 def _diff_size(record: Recorded) -> str:

@@ -13,12 +13,22 @@ _MAX_CHANGES = 20
 
 def verdict(found: Reproduction) -> str:
     """The outcome in one sentence."""
-    same = sum(row.is_same for row in found.rows)
+    digests, numbers = (sum(row.is_same for row in rows) for rows in (found.rows, found.numbers))
     if found.is_same:
-        return f"Reproduced: all {same} digests and numbers are the same, and so is every step of {found.num_curves} curves."
+        return (
+            f"Reproduced: all {digests} digests, all {numbers} numbers of metrics.json and every step of "
+            f"{found.num_curves} curves are the same."
+        )
     at = found.curve
-    where = f"; curves part at step {at.step} ({at.metric}: {at.was} -> {at.now})" if at else ""
-    return f"Not reproduced: {same} of {len(found.rows)} digests and numbers are the same{where}."
+    where = (
+        f"the curves part at step {at.step} ({at.metric}: {at.was} -> {at.now})"
+        if at
+        else "the curves are the same"
+    )
+    return (
+        f"Not reproduced: {digests} of {len(found.rows)} digests and {numbers} of {len(found.numbers)} numbers are the "
+        f"same; {where}."
+    )
 
 
 def markdown(found: Reproduction) -> str:
@@ -38,7 +48,7 @@ def markdown(found: Reproduction) -> str:
             ],
         ),
         "### Digests and numbers",
-        _table(["stage", "what", "recorded", "now", ""], [_row(row) for row in found.rows]),
+        _table(["stage", "what", "recorded", "now", ""], [_row(row) for row in _shown(found)]),
     ]
     if record.tags.get("replayable") == "False":
         parts.append(
@@ -52,6 +62,12 @@ def markdown(found: Reproduction) -> str:
     if found.worktree:
         parts.append(f"The worktree is left at {found.worktree}.")
     return "\n\n".join(parts) + "\n"
+
+
+def _shown(found: Reproduction) -> list[Row]:
+    """Digests, accuracies, and every other number that differs."""
+    numbers = [r for r in found.numbers if not r.is_same or r.what.endswith(".accuracy")]
+    return [*found.rows, *numbers]
 
 
 def _environment(found: Reproduction) -> str:

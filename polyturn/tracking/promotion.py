@@ -7,16 +7,15 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlflow.exceptions import MlflowException
 
 from polyturn import compare
-from polyturn.compare import Comparison, OtherSetError
+from polyturn.compare import Comparison, OtherSetError, Scored
 from polyturn.tracking import comparisons, versions
 from polyturn.tracking.record import user
 from polyturn.tracking.store import Store, TrackingError
@@ -72,8 +71,11 @@ def champion(store: Store, name: str) -> ModelVersion | None:
     return _holder(store, name, CHAMPION)
 
 
-def judge(store: Store, candidate: Entry, rule: Rule, root: Path) -> Verdict:
-    """Compare a registered version with the champion of its model.
+Load = Callable[[Entry], Scored]
+
+
+def judge(store: Store, candidate: Entry, rule: Rule, load: Load) -> Verdict:
+    """Compare a registered version with the champion of its model; `load` gives the results of each.
 
     Raises:
         TrackingError: the candidate's results cannot be had.
@@ -88,12 +90,11 @@ def judge(store: Store, candidate: Entry, rule: Rule, root: Path) -> Verdict:
         return Verdict(CHAMPION, reason)
     try:
         against = versions.of_version(current)
-        first = versions.load(store, against, root)
-        second = versions.load(store, candidate, root)
+        first, second = load(against), load(candidate)
         compare.pair(first, second)
     except (OtherSetError, VersionError) as error:
         return Verdict(CHALLENGER, f"not compared with the champion: {error}")
-    made = comparisons.count(store, candidate.evaluation, also=(first, second))
+    made = comparisons.count(store, first.evaluation, also=(first, second))
     found = compare.compare(
         first, second, num_comparisons=made.pairs, bootstrap_samples=rule.bootstrap_samples
     )

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from mlflow.entities import Dataset, DatasetInput, LoggedModelInput, Metric
@@ -193,7 +194,7 @@ def _ensure_registered_model(store: Store, name: str) -> None:
 def _judge(run: Run, params: RegistryParams, version: int, rule: Rule, root: Path) -> Verdict:
     store = run.store
     entry = versions.of_version(store.client.get_model_version(params.name, str(version)))
-    verdict = promotion.judge(store, entry, rule, root)
+    verdict = promotion.judge(store, entry, rule, partial(versions.load, store, root=root))
     if verdict.comparison is not None:
         comparisons.record(run, verdict.comparison.first, verdict.comparison.second)
     if verdict.alias != CHAMPION or CHAMPION in entry.aliases:
