@@ -11,6 +11,8 @@ RECIPE ?=
 SET ?=
 # Of the Prefect server that `make services` starts.
 PORT ?= 4200
+# Processes that `make test` runs tests in; 0: in pytest's own.
+TEST_PROCESSES ?= 2
 # Directory of Geometry3K for geo3k-smoke.
 DATA ?=
 
@@ -39,7 +41,7 @@ demo: $(READY) ## the whole pipeline on this machine (RECIPE=tiny: about a minut
 	@$(FLOW) $(FLOW_ARGS)
 
 test: $(READY) ## unit, contract and end-to-end tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 test-e2e: $(READY) ## a team's services and runs for real: Postgres, S3, MLflow, Prefect, two workers (15 minutes)
 	@$(BIN)/python -m pytest -q tests/e2e_team

@@ -55,15 +55,18 @@ def test_gradients_of_fused_scores_are_those_of_finite_differences() -> None:
     )
 
 
+@pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_a_compiled_learner_gives_the_gradients_of_an_eager_one(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, is_checkpointed: bool
 ) -> None:
     """Traced but not lowered to kernels: that takes half a minute on a CPU (tests/gpu does it for real)."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     fused._compiled.cache_clear()
     chosen = samples(Renderer(policy))
     eager = learner_of(policy, micro_batch_tokens=90)
-    compiled = learner_of(policy, micro_batch_tokens=90, compile=True)
+    compiled = learner_of(
+        policy, micro_batch_tokens=90, compile=True, activation_checkpointing=is_checkpointed
+    )
     before, after = update(eager, chosen), update(compiled, chosen)
     fused._compiled.cache_clear()
     assert after.loss_metrics["loss"] == pytest.approx(before.loss_metrics["loss"], abs=1e-6)
