@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import cast
 
@@ -174,8 +175,21 @@ def rotary_axes(facts: DecoderFacts) -> Tensor:
 
 def rotary_angles(facts: DecoderFacts, position_ids: Tensor) -> Tensor:
     """M-RoPE angles of tokens at positions [3, T], in float32 as megatron-core wants them: [T, 1, 1, D]."""
-    device, size = position_ids.device, facts.head_dim
-    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-    turned = position_ids[rotary_axes(facts).to(device)].T.float()  # [T, D / 2]
-    angles = turned * (1.0 / facts.rope_theta**exponents)
+    turns = _turns(facts, position_ids.device)
+    angles = position_ids[turns.axes].T.float() * turns.frequencies
     return torch.cat([angles, angles], dim=-1)[:, None, None]
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """What turns a pair of channels: its axis and how fast, [D / 2] each."""
+
+    axes: Tensor
+    frequencies: Tensor
+
+
+@functools.cache
+def _turns(facts: DecoderFacts, device: torch.device) -> _Turns:
+    exponents = torch.arange(0, facts.head_dim, 2, dtype=torch.float32) / facts.head_dim
+    frequencies = 1.0 / facts.rope_theta**exponents
+    return _Turns(rotary_axes(facts).to(device), frequencies.to(device))

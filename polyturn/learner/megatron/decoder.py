@@ -6,8 +6,9 @@ between weights is [T / ranks, 1, H].
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -26,10 +27,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from polyturn import fused
 from polyturn.attention import Packing
 from polyturn.learner.megatron.config import DecoderFacts, rotary_angles
 from polyturn.learner.megatron.modules import block_spec
-from polyturn.types import Span
+from polyturn.types import Batch, Span
 
 
 def build_gpt(facts: DecoderFacts, config: TransformerConfig) -> GPTModel:
@@ -61,6 +63,13 @@ def _mark_split(module: ColumnParallelLinear | RowParallelLinear | VocabParallel
         set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
+def compile_layers(gpt: GPTModel) -> None:
+    """Fuse each layer's small kernels; attention, and collectives between ranks, stay as they are."""
+    # Row-parallel layers warn of an argument that they leave out themselves, which would cut each graph there.
+    torch._dynamo.config.reorderable_logging_functions.add(warnings.warn)
+    fused.compile_modules(cast("nn.ModuleList", gpt.decoder.layers))
+
+
 def head_weight(gpt: GPTModel) -> Tensor:
     """This rank's rows of the head, [V / ranks, H]; the embedding's where they are tied."""
     if gpt.share_embeddings_and_output_weights:
@@ -74,41 +83,33 @@ class Decoder:
 
     gpt: GPTModel
     facts: DecoderFacts
-    image_token_id: int
     is_recomputing: bool
 
-    def states(
-        self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        spans: Sequence[Span],
-        levels: Sequence[Tensor],
-    ) -> Tensor:
+    def states(self, batch: Batch, levels: Sequence[Tensor]) -> Tensor:
         """Hidden states [T, H], whole on every rank; the backward pass sums their gradients over ranks.
 
-        token_ids [T]; position_ids [3, T]; levels [N, H] each: visual features in reading order for the embedding and,
-        in Qwen3-VL, to add after each of the first layers (DeepStack).
+        levels [N, H] each: visual features in reading order for the embedding and, in Qwen3-VL, to add after each of
+        the first layers (DeepStack).
 
         Raises:
             ValueError: the number of image pads is not the number of visual tokens.
         """
-        number = len(token_ids)
-        if self._config.sequence_parallel:
-            token_ids, position_ids, spans = padded(
-                token_ids, position_ids, spans, self._config.tensor_model_parallel_size
+        number, num_visual = len(batch.token_ids), len(levels[0]) if levels else 0
+        if len(batch.pads) != num_visual:
+            raise ValueError(
+                f"{len(batch.pads)} image pads in the batch, but {num_visual} visual tokens"
             )
-        rows = (token_ids == self.image_token_id).nonzero()[:, 0]
-        num_visual = len(levels[0]) if levels else 0
-        if len(rows) != num_visual:
-            raise ValueError(f"{len(rows)} image pads in the batch, but {num_visual} visual tokens")
-        embeddings = self.gpt.embedding.word_embeddings(token_ids[None]).transpose(0, 1)
+        if self._config.sequence_parallel:
+            batch = padded(batch, self._config.tensor_model_parallel_size)
+        embeddings = self.gpt.embedding.word_embeddings(batch.token_ids[None]).transpose(0, 1)
         if levels:
-            embeddings = embeddings.index_copy(0, rows, levels[0][:, None].to(embeddings.dtype))
+            features = levels[0][:, None].to(embeddings.dtype)
+            embeddings = embeddings.index_copy(0, batch.pads, features)
         hidden = self._layers(
             self._scattered(embeddings),
-            Packing(tuple(spans), token_ids.device),
-            rotary_angles(self.facts, position_ids),
-            [self._placed(level, rows, embeddings) for level in levels[1:]],
+            Packing(batch.spans, batch.token_ids.device),
+            rotary_angles(self.facts, batch.position_ids),
+            [self._placed(level, batch.pads, embeddings) for level in levels[1:]],
         )
         if self._config.sequence_parallel:
             whole = gather_from_sequence_parallel_region(
@@ -155,18 +156,15 @@ class Decoder:
         return cast("Tensor", scatter_to_sequence_parallel_region(whole, self._group))
 
 
-def padded(
-    token_ids: Tensor, position_ids: Tensor, spans: Sequence[Span], multiple: int
-) -> tuple[Tensor, Tensor, list[Span]]:
-    """Make T a multiple by a further sample of tokens 0, to which nothing else attends."""
-    number = len(token_ids)
+def padded(batch: Batch, multiple: int) -> Batch:
+    """Make T a multiple by a further sample of tokens 0, to which nothing else attends and of which nothing is scored."""
+    number = len(batch.token_ids)
     missing = -number % multiple
     if not missing:
-        return token_ids, position_ids, list(spans)
-    pad = nn.functional.pad
-    end = number + missing
-    return (
-        pad(token_ids, (0, missing)),
-        pad(position_ids, (0, missing)),
-        [*spans, Span(number, number, number, end)],
+        return batch
+    return replace(
+        batch,
+        token_ids=nn.functional.pad(batch.token_ids, (0, missing)),
+        position_ids=nn.functional.pad(batch.position_ids, (0, missing)),
+        spans=(*batch.spans, Span(number, number, number, number + missing)),
     )

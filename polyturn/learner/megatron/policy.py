@@ -15,14 +15,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from polyturn import fused
 from polyturn.learner import sharding
 from polyturn.learner.megatron import config, weights
 from polyturn.learner.megatron.config import DecoderFacts
-from polyturn.learner.megatron.decoder import Decoder, build_gpt, head_weight
+from polyturn.learner.megatron.decoder import Decoder, build_gpt, compile_layers, head_weight
 from polyturn.learner.megatron.scores import VocabHead
 from polyturn.learner.megatron.tower import SplitTower
 from polyturn.learner.scoring import trained
-from polyturn.logprobs import Scores
+from polyturn.logprobs import HowToScore, Scores
 from polyturn.model import DTYPES, Policy
 from polyturn.params import LearnerParams
 from polyturn.render import Renderer
@@ -46,7 +47,7 @@ class MegatronPolicy:
     group: dist.ProcessGroup
     is_recomputing: bool
     temperature: float
-    chunk_tokens: int
+    how: HowToScore
 
     @property
     def config(self) -> TransformerConfig:
@@ -70,16 +71,12 @@ class MegatronPolicy:
         features = self.tower.features(batch.images) if with_tower else {}
         shown = [features[batch.images[index].sha256].levels for index in batch.image_rows]
         hidden = self._decoder.states(
-            batch.token_ids,
-            batch.position_ids,
-            batch.spans,
-            [torch.cat(level) for level in zip(*shown, strict=True)],
+            batch, [torch.cat(level) for level in zip(*shown, strict=True)]
         )
         number = len(batch.before)
         scores = self._head.score(
             hidden.index_select(0, batch.before) if number else hidden[:1],
             trained(batch, batch.token_ids) if number else batch.token_ids[:1],
-            chunk_tokens=self.chunk_tokens,
             with_entropy_gradient=with_entropy_gradient,
         )
         return Scores(scores.logprobs[:number], scores.entropy[:number])
@@ -89,13 +86,11 @@ class MegatronPolicy:
         """Logprobs of the trained tokens without gradient, [N] (collective over the group)."""
         return self.score(batch, with_tower=with_tower).logprobs
 
-    @property
+    @functools.cached_property
     def _decoder(self) -> Decoder:
-        return Decoder(
-            self.language, self.facts, self.policy.family.image_token_id, self.is_recomputing
-        )
+        return Decoder(self.language, self.facts, self.is_recomputing)
 
-    @property
+    @functools.cached_property
     def _head(self) -> VocabHead:
         weight = head_weight(self.language)
         return VocabHead(
@@ -105,6 +100,7 @@ class MegatronPolicy:
             banned_ids=self.policy.family.banned_ids,
             temperature=self.temperature,
             group=self.group,
+            how=self.how,
         )
 
 
@@ -129,7 +125,8 @@ def build(
     config.check_layout(facts, params)
     group = cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group())
     is_frozen = params.freeze_vision or not is_trained
-    _prepare_tower(policy, params, device, is_frozen=is_frozen)
+    if tower is None:
+        _prepare_tower(policy, params, device, is_frozen=is_frozen)
     gpt = build_gpt(facts, config.transformer_config(facts, params))
     for parameter in gpt.parameters():
         parameter.data = parameter.data.to(DTYPES[params.precision])
@@ -150,10 +147,12 @@ def build(
         group=group,
         is_recomputing=params.activation_checkpointing,
         temperature=temperature,
-        chunk_tokens=params.logit_chunk_tokens,
+        how=HowToScore(params.logit_chunk_tokens, params.compile),
     )
     weights.load_hf(built, policy.model.state_dict())
     gpt.to(device)
+    if params.compile:
+        compile_layers(gpt)
     return built
 
 
@@ -167,6 +166,8 @@ def _prepare_tower(
         # Parameters alone: rotary angles stay float32.
         if not is_frozen or params.precision == "float32":
             parameter.data = parameter.data.to(DTYPES[params.precision])
+    if params.compile:  # inside of what is checkpointed
+        fused.compile_modules(sharding.vision_blocks(policy.model))
     if params.activation_checkpointing and not is_frozen:
         for block in sharding.vision_blocks(policy.model):
             block.forward = functools.partial(

@@ -6,6 +6,8 @@ vocabulary on this rank.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from polyturn.logprobs import LOWEST, Scores
+from polyturn.logprobs import HowToScore, Scores
 
 
 @dataclass(frozen=True)
@@ -31,27 +33,21 @@ class VocabHead:
     banned_ids: tuple[int, ...]
     temperature: float
     group: dist.ProcessGroup
+    how: HowToScore
 
     def score(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        *,
-        chunk_tokens: int,
-        with_entropy_gradient: bool = False,
+        self, hidden: Tensor, targets: Tensor, *, with_entropy_gradient: bool = False
     ) -> Scores:
         """Score target tokens [N] from the states [N, H] before each; the same on every rank (collective).
 
-        At most `chunk_tokens` rows of logits exist at a time; with more than one chunk the backward pass computes each
-        chunk's anew. The gradient of `hidden` is this rank's part of a sum over ranks.
+        The gradient of `hidden` is this rank's part of a sum over ranks.
         """
-        is_again = len(hidden) > chunk_tokens and torch.is_grad_enabled()
+        size = max(1, self.how.chunk_tokens or len(hidden))
+        is_again = len(hidden) > size and torch.is_grad_enabled()
         run = self._chunk_again if is_again else self._chunk
         parts = [
             run(states, chosen)
-            for states, chosen in zip(
-                hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True
-            )
+            for states, chosen in zip(hidden.split(size), targets.split(size), strict=True)
         ]
         entropy = torch.cat([part.entropy for part in parts])
         return Scores(
@@ -60,7 +56,7 @@ class VocabHead:
         )
 
     def _chunk(self, hidden: Tensor, targets: Tensor) -> Scores:
-        logits = torch.nn.functional.linear(hidden, self.weight).float()
+        logits = torch.nn.functional.linear(hidden, self.weight)
         scored = _SplitScore.apply(logits, targets - self.first, self)
         return Scores(*cast("tuple[Tensor, Tensor]", scored))
 
@@ -70,19 +66,32 @@ class VocabHead:
         )
         return cast("Scores", scored)
 
-    def excluded(self) -> Tensor:
-        """Rows of the weight that are banned or padding."""
+    @functools.cached_property
+    def is_excluded(self) -> Tensor:
+        """Which rows of the weight are banned or padding, [W]."""
+        number = len(self.weight)
         rows = [token_id - self.first for token_id in self.banned_ids]
-        rows += range(max(0, self.vocab_size - self.first), len(self.weight))
-        own = [row for row in rows if 0 <= row < len(self.weight)]
-        return torch.tensor(own, dtype=torch.long, device=self.weight.device)
+        rows += range(max(0, self.vocab_size - self.first), number)
+        is_excluded = torch.zeros(number, dtype=torch.bool)
+        is_excluded[[row for row in rows if 0 <= row < number]] = True
+        return is_excluded.to(self.weight.device)
+
+    def run(self, function: Callable[..., Tensor], *arguments: object) -> Tensor:
+        """Call one of the functions below, fused by torch.compile if that is asked for."""
+        chosen = _compiled(function) if self.how.is_compiled else function
+        return chosen(*arguments)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=True)
 
 
 class _Context(Protocol):
     """What autograd hands to both passes."""
 
-    saved_tensors: tuple[Tensor, Tensor, Tensor]
-    temperature: float
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    head: VocabHead
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
@@ -90,10 +99,10 @@ class _Context(Protocol):
 
 
 class _SplitScore(torch.autograd.Function):
-    """Logits [C, W] -> logprobs of targets and entropies [C]; keeps one [C, W] tensor for the backward pass.
+    """Logits [C, W] -> logprobs of targets and entropies [C]; keeps the logits for the backward pass.
 
-    Targets count from this rank's first row and may lie outside. Two reductions: of the largest logit m, and of
-    Z = sum exp(x - m), of sum (x - m) exp(x - m) and of x - m at the target. Then log p = x - m - log Z and
+    Targets count from this rank's first row and may lie outside. Two reductions over ranks: of the largest scaled logit
+    m, and of Z = sum exp(x - m), of sum (x - m) exp(x - m) and of x - m at the target. Then log p = x - m - log Z and
     H = log Z - sum (x - m) exp(x - m) / Z. Gradients are those of `polyturn.logprobs`.
     """
 
@@ -102,45 +111,70 @@ class _SplitScore(torch.autograd.Function):
         ctx: _Context, logits: Tensor, targets: Tensor, head: VocabHead
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        scaled = logits / head.temperature
-        scaled[:, head.excluded()] = -torch.inf
-        largest = scaled.amax(-1).clamp(min=torch.finfo(scaled.dtype).min)
+        ctx.head = head
+        arguments = (logits, head.temperature, head.is_excluded)
+        largest = head.run(_largest, *arguments)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=head.group)
-        shifted = scaled - largest[:, None]
-        is_here = (targets >= 0) & (targets < logits.shape[1])
-        place = torch.where(is_here, targets, 0)[:, None]
-        exponentials = shifted.exp()
-        sums = torch.stack(
-            [
-                exponentials.sum(-1),
-                (exponentials * shifted.clamp(min=LOWEST)).sum(-1),
-                torch.where(is_here, shifted.gather(-1, place)[:, 0], 0.0),
-            ]
-        )
+        sums = head.run(_sums, *arguments, largest, targets)
         dist.all_reduce(sums, group=head.group)
         total, weighted, at_target = sums
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(
-            shifted - log_total[:, None], torch.where(is_here, targets, -1), entropy
-        )
-        ctx.temperature = head.temperature
+        ctx.save_for_backward(logits, targets, entropy, largest + log_total)
         return at_target - log_total, entropy
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the outputs by name)
         ctx: _Context, logprob_grad: Tensor | None, entropy_grad: Tensor | None
     ) -> tuple[Tensor | None, None, None]:
-        distribution, targets, entropy = ctx.saved_tensors
-        probabilities = distribution.exp()
-        gradient = torch.zeros_like(distribution)
-        if entropy_grad is not None:
-            slope = distribution.clamp(min=LOWEST) + entropy[:, None]
-            gradient -= probabilities * slope * entropy_grad[:, None]
-        if logprob_grad is not None:
-            gradient -= probabilities.mul_(logprob_grad[:, None])
-            place = targets.clamp(min=0)[:, None]
-            at_target = torch.where(targets >= 0, logprob_grad, 0.0)[:, None]
-            # One place a row; scatter_add_ has no deterministic form on a GPU.
-            gradient.scatter_(-1, place, gradient.gather(-1, place) + at_target)
-        return gradient.div_(ctx.temperature), None, None
+        logits, targets, entropy, normaliser = ctx.saved_tensors
+        if logprob_grad is None:
+            logprob_grad = torch.zeros_like(entropy)
+        arguments = (logits, ctx.head.temperature, ctx.head.is_excluded)
+        slopes = (logprob_grad, entropy_grad, entropy)
+        return ctx.head.run(_gradient, *arguments, normaliser, targets, slopes), None, None
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def _largest(logits: Tensor, temperature: float, is_excluded: Tensor) -> Tensor:
+    """Of each row, [C]; finite on a rank with nothing but excluded rows."""
+    scaled = _scaled(logits, temperature).masked_fill(is_excluded, -torch.inf)
+    return scaled.amax(-1).clamp(min=torch.finfo(scaled.dtype).min)
+
+
+def _sums(
+    logits: Tensor, temperature: float, is_excluded: Tensor, largest: Tensor, targets: Tensor
+) -> Tensor:
+    """This rank's parts of Z, of sum (x - m) exp(x - m) and of x - m at the target, [3, C]."""
+    shifted = _scaled(logits, temperature) - largest[:, None]
+    weights = shifted.masked_fill(is_excluded, -torch.inf).exp()
+    is_here = (targets >= 0) & (targets < logits.shape[1])
+    place = torch.where(is_here, targets, 0)
+    at_target = shifted.masked_fill(is_excluded, -torch.inf).gather(-1, place[:, None])[:, 0]
+    # 0 log 0 is 0: an excluded token has weight 0, and its logit is finite
+    return torch.stack(
+        [weights.sum(-1), (weights * shifted).sum(-1), torch.where(is_here, at_target, 0.0)]
+    )
+
+
+def _gradient(
+    logits: Tensor,
+    temperature: float,
+    is_excluded: Tensor,
+    normaliser: Tensor,
+    targets: Tensor,
+    slopes: tuple[Tensor, Tensor | None, Tensor],
+) -> Tensor:
+    """Of the logits, [C, W]; `slopes`: of the loss by logprob and by entropy, and the entropy."""
+    logprob_grad, entropy_grad, entropy = slopes
+    logarithms = _scaled(logits, temperature) - normaliser[:, None]
+    probabilities = logarithms.exp().masked_fill(is_excluded, 0.0)
+    slope = logprob_grad[:, None]
+    if entropy_grad is not None:
+        slope = slope + entropy_grad[:, None] * (logarithms + entropy[:, None])
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    gradient = torch.where(is_target, logprob_grad[:, None], 0.0) - probabilities * slope
+    return (gradient / temperature).to(logits.dtype)

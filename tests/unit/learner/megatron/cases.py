@@ -236,7 +236,9 @@ def on_two(world: World) -> OnRank:
         encoded,
         *layer_rows(world),
         without_pictures(qwen3(), world, **TP2),
-        scored(built(qwen3(), world, **TP2), batch_with_one_picture(qwen3())),
+        scored(
+            built(qwen3(), world, **TP2, sequence_parallel=True), batch_with_one_picture(qwen3())
+        ),
         parts.scored_all(cast("dist.ProcessGroup", dist.group.WORLD)),
     )
 

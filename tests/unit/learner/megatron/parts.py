@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyturn.learner.megatron.scores import VocabHead
-from polyturn.logprobs import Scores
+from polyturn.logprobs import HowToScore, Scores
 
 VOCAB, WIDTH, NUMBER = 501, 16, 7
 BANNED = (3, 498)
@@ -54,10 +54,10 @@ def scored(
     padded = torch.cat([head(), torch.full((height * group.size() - VOCAB, WIDTH), 9.0)])
     own = padded.split(height)[group.rank()].clone().requires_grad_(True)
     hidden = states().requires_grad_(True)
-    vocab_head = VocabHead(own, group.rank() * height, VOCAB, BANNED, temperature, group)
-    scores = vocab_head.score(
-        hidden, targets(), chunk_tokens=chunk, with_entropy_gradient=with_entropy_gradient
+    vocab_head = VocabHead(
+        own, group.rank() * height, VOCAB, BANNED, temperature, group, HowToScore(chunk)
     )
+    scores = vocab_head.score(hidden, targets(), with_entropy_gradient=with_entropy_gradient)
     loss(scores).backward()
     assert hidden.grad is not None
     assert own.grad is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +12,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from polyturn import vision
+from polyturn.batching import collate
+from polyturn.learner.megatron import scores
 from polyturn.learner.scoring import score_batch
 from polyturn.model import Policy
+from polyturn.render import Renderer
 from polyturn.types import Batch
 from polyturn.world import ONE
 from tests.unit.learner.megatron.cases import (
@@ -34,6 +37,7 @@ from tests.unit.learner.megatron.cases import (
     scored,
     without_pictures,
 )
+from tests.unit.learner.scenarios import samples
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,13 +68,11 @@ def reference(policy: Policy, batch: Batch) -> Reference:
     tower = vision.TowerInTraining(policy)
     tower.freeze(False)
     features = tower.features(batch.images)
-    scores = score_batch(policy, batch, features, TEMPERATURE, with_entropy_gradient=True)
-    loss_of(scores.logprobs, scores.entropy).backward()
+    own = score_batch(policy, batch, features, TEMPERATURE, with_entropy_gradient=True)
+    loss_of(own.logprobs, own.entropy).backward()
     parameters = policy.model.named_parameters(remove_duplicate=False)
     gradients = {name: p.grad for name, p in parameters if p.grad is not None}
-    return Reference(
-        policy, batch, Scored(scores.logprobs.detach(), scores.entropy.detach(), gradients)
-    )
+    return Reference(policy, batch, Scored(own.logprobs.detach(), own.entropy.detach(), gradients))
 
 
 def assert_equal(found: Scored, wanted: Scored, *, with_tower: bool) -> None:
@@ -126,37 +128,53 @@ def test_the_batch_of_these_tests_is_a_hard_one() -> None:
 def test_logits_are_those_of_hugging_faces_own_forward_pass() -> None:
     """Of one sample with two pictures, all tokens, through transformers' own inputs."""
     policy = qwen3()
-    batch = batch_of(policy)
-    span = batch.spans[1]
-    ids = batch.token_ids[torch.from_numpy(span.indices())]
-    positions = batch.position_ids[:, torch.from_numpy(span.indices())]
-    read = [vision.PatchReader(policy).read(image) for image in (batch.images[0], batch.images[1])]
+    renderer = Renderer(policy)
+    batch = collate(samples(renderer)[1:2], [1.0], renderer)
+    read = [vision.PatchReader(policy).read(image) for image in batch.images]
     with torch.no_grad():
         wanted = policy.model(
-            input_ids=ids[None],
+            input_ids=batch.token_ids[None],
             pixel_values=torch.cat([patches for patches, _ in read]),
             image_grid_thw=torch.stack([grid for _, grid in read]),
-            mm_token_type_ids=(ids == policy.family.image_token_id).long()[None],
+            mm_token_type_ids=(batch.token_ids == policy.family.image_token_id).long()[None],
         ).logits[0]
         model = built(policy, ONE)
-        features = model.tower.features(batch.images[:2])
-        levels = zip(*(features[image.sha256].levels for image in batch.images[:2]), strict=True)
-        hidden = model._decoder.states(
-            ids, positions, [type(span)(0, 0, 0, len(ids))], [torch.cat(level) for level in levels]
-        )
+        features = model.tower.features(batch.images)
+        levels = zip(*(features[image.sha256].levels for image in batch.images), strict=True)
+        hidden = model._decoder.states(batch, [torch.cat(level) for level in levels])
         found = hidden @ policy.model.lm_head.weight.T
+    assert len(batch.images) == 2
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
 def test_pads_without_features_are_an_error() -> None:
     model = built(qwen3(), ONE)
     with pytest.raises(ValueError, match="image pads in the batch, but 0 visual tokens"):
-        model._decoder.states(
-            torch.tensor([1, model.policy.family.image_token_id]),
-            torch.zeros(3, 2, dtype=torch.long),
-            batch_of(model.policy).spans[:1],
-            [],
-        )
+        model._decoder.states(batch_of(model.policy), [])
+
+
+@pytest.mark.full  # tracing takes half a minute
+@pytest.mark.parametrize("overrides", [{}, {"activation_checkpointing": True}])
+def test_a_compiled_policy_gives_the_gradients_of_an_eager_one(
+    references: dict[str, Reference],
+    overrides: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Traced but not lowered to kernels, which takes minutes on a CPU."""
+    compiled: list[object] = []
+
+    def unfused(function: Callable[..., object], *, dynamic: bool) -> Callable[..., object]:
+        compiled.append(function)
+        return original(function, dynamic=dynamic, backend="eager")
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", unfused)
+    scores._compiled.cache_clear()
+    wanted = references["Qwen3-VL untied"]
+    model = built(wanted.policy, ONE, compile=True, **overrides)
+    assert_equal(scored(model, wanted.batch), wanted.scored, with_tower=True)
+    scores._compiled.cache_clear()
+    assert len(compiled) == 2 + 2 + 3, "decoder layers, vision blocks, functions of the logits"
 
 
 def test_bfloat16_is_near_float32(references: dict[str, Reference]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from polyturn.learner.megatron.scores import VocabHead, _SplitScore
-from polyturn.logprobs import Scores, _Score
+from polyturn.logprobs import EAGER, HowToScore, Scores, _Score
 from tests.unit.learner.megatron import parts
 from tests.unit.learner.megatron.cases import OnRank
 
@@ -23,10 +23,12 @@ VOCAB, WIDTH, NUMBER = parts.VOCAB, parts.WIDTH, parts.NUMBER
 @pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
     """A group of this process alone."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    is_mine = not dist.is_initialized()
+    if is_mine:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield cast("dist.ProcessGroup", dist.group.WORLD)
-    dist.destroy_process_group()
+    if is_mine:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def assert_equal(found: list[parts.Part], expected: Wanted) -> None:
 def test_gradients_are_those_of_finite_differences(group: dist.ProcessGroup) -> None:
     """Of logprobs and of entropies, with banned tokens and padding (in float64)."""
     logits = torch.randn(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    head = VocabHead(torch.zeros(9, 1), 0, 8, (2, 5), 0.7, group)
+    head = VocabHead(torch.zeros(9, 1), 0, 8, (2, 5), 0.7, group, EAGER)
     targets = torch.tensor([0, 4, 7])
     assert torch.autograd.gradcheck(
         lambda x: _SplitScore.apply(x, targets, head), (logits.requires_grad_(True),)
@@ -95,19 +97,18 @@ def test_gradients_are_those_of_finite_differences(group: dist.ProcessGroup) -> 
 
 def test_a_rank_whose_tokens_are_all_banned_gives_no_nan(group: dist.ProcessGroup) -> None:
     """By hand: one other token is left, with probability 1 and entropy 0."""
-    head = VocabHead(torch.ones(4, 2), 0, 4, (0, 1, 3), 1.0, group)
-    scores = head.score(torch.ones(1, 2), torch.tensor([2]), chunk_tokens=8)
+    head = VocabHead(torch.ones(4, 2), 0, 4, (0, 1, 3), 1.0, group, EAGER)
+    scores = head.score(torch.ones(1, 2), torch.tensor([2]))
     assert scores.logprobs.tolist() == [0.0]
     assert scores.entropy.tolist() == [0.0]
 
 
 def test_entropy_has_a_gradient_only_on_request(group: dist.ProcessGroup) -> None:
-    head = VocabHead(parts.head(), 0, VOCAB, parts.BANNED, 1.0, group)
+    head = VocabHead(parts.head(), 0, VOCAB, parts.BANNED, 1.0, group, EAGER)
     for wants in (False, True):
         scores = head.score(
             parts.states().requires_grad_(True),
             parts.targets(),
-            chunk_tokens=8,
             with_entropy_gradient=wants,
         )
         assert scores.entropy.requires_grad == wants
@@ -120,11 +121,11 @@ def test_memory_grows_with_the_chunk_and_not_with_the_tokens(group: dist.Process
     def peak(number: int, chunk: int) -> int:
         weight = torch.zeros(8192, WIDTH, requires_grad=True)
         weight.grad = torch.zeros_like(weight)
-        head = VocabHead(weight, 0, 8192, (), 1.0, group)
+        head = VocabHead(weight, 0, 8192, (), 1.0, group, HowToScore(chunk))
         hidden = torch.randn(number, WIDTH, requires_grad=True)
         targets = torch.arange(number)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            head.score(hidden, targets, chunk_tokens=chunk).logprobs.sum().backward()
+            head.score(hidden, targets).logprobs.sum().backward()
         now = most = 0
         for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
             if event.name() == "[memory]":
