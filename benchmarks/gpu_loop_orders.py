@@ -14,6 +14,7 @@ from polyturn.params import Params
 from polyturn.render import Renderer
 from polyturn.sampler.base import SampleRequest
 from polyturn.sampler.sglang import process, wire
+from polyturn.sampler.sglang.control import Control
 from polyturn.sampler.sglang.process import Launch, ServerProcess
 from polyturn.types import Problem
 
@@ -93,7 +94,8 @@ def second_server(params: Params, directory: Path) -> Iterator[tuple[str, Server
     log, port = directory / "logs" / "second.log", process.free_port()
     launch = Launch(directory / "model", chosen.dtype, 4096, range(1), log)
     argv = process.command(launch, chosen, seed=0, port=port)
-    running = process.start(argv, port, log, process.environment(chosen))
+    control = Control(f"http://127.0.0.1:{port}")
+    running = process.start(argv, control, log, process.environment(chosen))
     try:
         yield name, running
     finally:

@@ -135,7 +135,9 @@ async def _play(episodes: Sequence[Episode], sampler: Sampler, limits: RolloutPa
     """Take episodes from their start to their end, in lockstep or each by itself, and close their environments."""
     try:
         if not sampler.is_lockstep:
-            await asyncio.gather(*(_play_alone(episode, sampler) for episode in episodes))
+            # Siblings that arrive together compute their prompt each; apart, the later ones find it in the cache.
+            apart = sorted(episodes, key=lambda episode: episode.sibling)
+            await asyncio.gather(*(_play_alone(episode, sampler) for episode in apart))
             return
         await asyncio.gather(*(episode.start() for episode in episodes))
         while live := [episode for episode in episodes if not episode.is_done]:

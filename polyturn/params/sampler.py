@@ -39,7 +39,8 @@ class SglangParams(Section):
     start_timeout_s: PositiveFloat = 600.0
     request_timeout_s: PositiveFloat = 600.0  # of one reply
     retries: NonNegativeInt = 2  # of one reply, on another server where there is one
-    max_concurrency: PositiveInt = 512  # requests in flight over all servers
+    max_concurrency: PositiveInt = 512  # requests in flight over all servers, of all ranks together
+    control_timeout_s: PositiveFloat = 120.0  # of one call other than a reply: weights, cache, memory, version
 
     @model_validator(mode="after")
     def _placement(self) -> SglangParams:

@@ -10,9 +10,11 @@ from dataclasses import replace
 
 import pytest
 
+from polyturn import rollout as rollout_module
 from polyturn.advantage import group_advantages
 from polyturn.comparator import ComparisonError
 from polyturn.envs.base import Observation
+from polyturn.episode import Episode
 from polyturn.metrics import rollout_metrics
 from polyturn.params import EnvParams, RolloutParams
 from polyturn.render import Rendered, Renderer
@@ -24,7 +26,7 @@ from polyturn.rollout import (
     rollout,
     rollout_attempts,
 )
-from polyturn.sampler.base import SampleRequest
+from polyturn.sampler.base import Sampler, SampleRequest
 from polyturn.samples import with_gradient
 from polyturn.types import Group, Message, Status, StopReason
 from tests.unit import tiny
@@ -61,6 +63,24 @@ def by_session(said: Mapping[str, tuple[str | Scripted, ...]]) -> tiny.Script:
         return f"\\boxed{{{PROBLEMS[int(request.session[0])].answer}}}"
 
     return script
+
+
+def test_siblings_that_go_on_by_themselves_set_out_apart(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server computes the prompt of siblings once if the first is well ahead of the second."""
+    sampler = ScriptedSampler(renderer, by_session({}), is_lockstep=False)
+    play_alone, set_out = rollout_module._play_alone, list[str]()
+
+    async def watched(episode: Episode, using: Sampler) -> None:
+        set_out.append(episode.session)
+        await play_alone(episode, using)
+
+    monkeypatch.setattr(rollout_module, "_play_alone", watched)
+    groups = play(sampler, renderer, settings())
+    assert set_out == ["0/0", "1/0", "0/1", "1/1", "0/2", "1/2"]
+    order = [(t.group_index, t.sibling) for group in groups for t in group.trajectories]
+    assert order == [(group, sibling) for group in (0, 1) for sibling in (0, 1, 2)]
 
 
 def test_live_trajectories_are_asked_together_in_group_and_sibling_order(

@@ -108,14 +108,15 @@ class _Restart:
 def _servers(params: Params, site: Site, world: World) -> list[Server]:
     """The given servers, or those that rank 0 starts and tells the others of."""
     urls = [url.rstrip("/") for url in params.sampler.sglang.urls]
+    timeout_s = params.sampler.sglang.control_timeout_s
     if urls:
-        return [Server(Control(url)) for url in urls]
+        return [Server(Control(url, timeout_s)) for url in urls]
     started: list[Server] = []
     with world.together():
         if world.is_main:
             started = _start_all(params, site)
     told = world.broadcast([server.control.url for server in started])
-    return started or [Server(Control(url)) for url in told]
+    return started or [Server(Control(url, timeout_s)) for url in told]
 
 
 def _start_all(params: Params, site: Site) -> list[Server]:
@@ -148,7 +149,8 @@ def _start(params: Params, site: Site, number: int, port: int) -> ServerProcess:
     # Servers that do not take requests' seeds would give siblings on two of them equal replies.
     seed = params.seed + number
     argv = command(launch, chosen, seed=seed, port=port)
-    return start(argv, port, log, environment(chosen))
+    control = Control(f"http://127.0.0.1:{port}", chosen.control_timeout_s)
+    return start(argv, control, log, environment(chosen))
 
 
 def _transfer(chosen: SglangParams, dtype: torch.dtype, site: Site) -> Transfer:

@@ -10,7 +10,6 @@ from typing import cast
 import httpx
 
 TESTED = ((0, 5, 12), (0, 5, 18))  # first version that works, first that does not count as tested
-CONTROL_TIMEOUT_S = 120.0
 
 
 class ServerError(RuntimeError):
@@ -22,7 +21,7 @@ class Control:
     """Talks to the server at `url` (http://host:port)."""
 
     url: str
-    timeout_s: float = CONTROL_TIMEOUT_S
+    timeout_s: float = 120.0
 
     def is_healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether /health answers 200; it runs a token through an idle engine."""

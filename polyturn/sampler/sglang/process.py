@@ -144,7 +144,7 @@ def environment(params: SglangParams) -> dict[str, str]:
 
 
 def start(
-    argv: Sequence[str], port: int, log: Path, env: Mapping[str, str] = ENVIRONMENT
+    argv: Sequence[str], control: Control, log: Path, env: Mapping[str, str] = ENVIRONMENT
 ) -> ServerProcess:
     """Start a server as the leader of a process group that dies with this process."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -156,8 +156,8 @@ def start(
             env={**os.environ, **env},
             start_new_session=True,
         )
-    logger.info("SGLang server %d on port %d, log %s", popen.pid, port, log)
-    return ServerProcess(Control(f"http://127.0.0.1:{port}"), popen, log)
+    logger.info("SGLang server %d at %s, log %s", popen.pid, control.url, log)
+    return ServerProcess(control, popen, log)
 
 
 def free_port() -> int:

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import aiohttp
@@ -18,44 +18,18 @@ from polyturn.params import SglangParams
 from polyturn.sampler.base import Reply, SampleRequest
 from polyturn.sampler.sglang import wire
 from polyturn.sampler.sglang.control import ServerError
+from polyturn.sampler.sglang.counts import SglangCounts, Trails, added
 from polyturn.sampler.sglang.fleet import Fleet, Server
 from polyturn.sampler.sglang.wires import Wires
 from polyturn.seeds import derive
 
 logger = logging.getLogger(__name__)
 
+PROBE_SEEDS, PROBE_TOKENS, PROBE_TEMPERATURE = 8, 8, 5.0
+
 
 class IdenticalSiblingsError(ServerError):
     """Siblings came out the same: the server does not honour seeds."""
-
-
-@dataclass
-class SglangCounts:
-    """What happened since the last `take`."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    retries: int = 0
-    failures: int = 0
-    weight_sync_s: float = 0.0
-    tensors_compared: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        """The counts as metrics; the hit rate is that of prompt tokens."""
-        return {
-            "perf/prefix_cache_hit_rate": self.cached_tokens / max(1, self.prompt_tokens),
-            "perf/sampler_retries": float(self.retries),
-            "perf/sampler_failures": float(self.failures),
-            "perf/update_weights_time": self.weight_sync_s,
-            "perf/weights_compared": float(self.tensors_compared),
-        }
-
-
-def added(counts: Sequence[SglangCounts]) -> SglangCounts:
-    """The counts of all ranks together; they push weights at the same time."""
-    columns = zip(*map(astuple, counts), strict=True)
-    sync_s = max(one.weight_sync_s for one in counts)
-    return replace(SglangCounts(*map(sum, columns)), weight_sync_s=sync_s)
 
 
 @dataclass
@@ -71,6 +45,8 @@ class SglangSampler:
     _uris: wire.PictureUris = field(default_factory=wire.PictureUris)
     _version: int = -1
     _wires: Wires | None = None
+    _trails: Trails = field(default_factory=Trails)
+    _are_seeds_checked: bool = False
     # Of this sampler alone: a server that was given by URL may know pictures from another run's tower.
     _key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -84,15 +60,23 @@ class SglangSampler:
         return list(await asyncio.gather(*asked))
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Push weights to all servers, empty their prefix caches, and compare checksums.
+        """Push weights to all servers, empty their prefix caches, and compare checksums (collective).
+
+        The first time, deterministic servers are asked whether they honour seeds; see `probe_seeds`.
 
         Raises:
-            ServerError: a server refuses, tells another version afterwards, or holds other tensors.
+            ServerError: a server refuses, tells another version afterwards, holds other tensors or ignores seeds.
         """
         started = time.monotonic()
         self.counts.tensors_compared += self.fleet.update_weights(tensors, version)
         self._version = version
+        self._trails.clear()
         self.counts.weight_sync_s += time.monotonic() - started
+        if self.params.deterministic and not self._are_seeds_checked:
+            with self.fleet.world.together():
+                if self.fleet.world.is_main:
+                    self.probe_seeds()
+            self._are_seeds_checked = True
 
     def rest(self) -> None:
         """Give the GPU's memory back (release_memory) until the next weights arrive."""
@@ -146,9 +130,27 @@ class SglangSampler:
             self.counts.failures += 1
             logger.warning("reply %s: %s", request.session, error)
             return self._failed(str(error))
-        self.counts.prompt_tokens += reply.prompt_length
-        self.counts.cached_tokens += wire.num_cached(answer)
+        turn, cached = self._trails.turn(request), wire.num_cached(answer)
+        self.counts.prompt_tokens[turn] += reply.prompt_length
+        self.counts.cached_tokens[turn] += cached
+        self.counts.replies += 1
+        latency_s = wire.latency_s(answer)
+        self.counts.latency_s += latency_s
+        self.counts.longest_s = max(self.counts.longest_s, latency_s)
+        if cached < self._trails.reusable(request):
+            self._recomputed(request)
+        self._trails.add(request, reply)
         return reply
+
+    def _recomputed(self, request: SampleRequest) -> None:
+        """Keys and values of sampled tokens are other bytes when they are computed as a prompt."""
+        self.counts.recomputed_turns += 1
+        if self.params.deterministic:
+            logger.warning(
+                "%s: a server lost the keys and values of earlier turns, so that this step may not come out the same "
+                "again; raise sampler.sglang.memory_fraction or lower rollout.prompts_per_step",
+                request.session,
+            )
 
     async def _post(self, server: Server, request: SampleRequest) -> Mapping[str, object]:
         rid = uuid.uuid4().hex  # of one length: /abort_request takes prefixes
@@ -181,33 +183,45 @@ class SglangSampler:
 
     def _open(self) -> Wires:
         if self._wires is None:
-            self._wires = Wires(self.params.request_timeout_s, self.params.max_concurrency)
+            share = max(1, self.params.max_concurrency // self.fleet.world.size)
+            self._wires = Wires(self.params.request_timeout_s, share)
         return self._wires
 
-    async def probe_seeds(self, request: SampleRequest) -> None:
-        """Check that the server honours seeds: two replies to one prompt with two seeds must differ.
+    def probe_seeds(self) -> None:
+        """Check that the servers honour seeds: replies to one prompt with several seeds must differ.
+
+        At a high temperature, so that a policy which is sure of itself does not look like a server that ignores seeds.
 
         Raises:
             IdenticalSiblingsError: they are the same.
         """
-        seeds = [derive(request.seed, "probe", number) for number in range(8)]
         asked = [
             SampleRequest(
                 session=f"probe/{number}",
-                engine_ids=request.engine_ids,
-                images=request.images,
-                seed=seed,
-                max_new_tokens=request.max_new_tokens,
-                temperature=request.temperature,
+                engine_ids=(self.settings.stop_id,) * 4,
+                images=(),
+                seed=derive(0, "probe", number),
+                max_new_tokens=PROBE_TOKENS,
+                temperature=PROBE_TEMPERATURE,
             )
-            for number, seed in enumerate(seeds)
+            for number in range(PROBE_SEEDS)
         ]
-        replies = await self.generate(asked)
+        kept, self.counts = self.counts, SglangCounts()  # these replies are no rollout's
+        try:
+            replies = self._open().run(self._all(asked))
+        finally:
+            self.counts = kept
+        if failed := [reply.error for reply in replies if reply.finish_reason == "error"]:
+            raise ServerError(f"seeds could not be checked: {failed[0]}")
         if len({reply.token_ids for reply in replies}) == 1:
             raise IdenticalSiblingsError(
-                "8 replies with 8 seeds are the same: the server does not honour sampling_seed; start it with "
-                "--enable-deterministic-inference, or set sampler.sglang.deterministic to false"
+                f"{PROBE_SEEDS} replies with {PROBE_SEEDS} seeds are the same: the server does not honour "
+                "sampling_seed; start it with --enable-deterministic-inference, or set sampler.sglang.deterministic "
+                "to false"
             )
+
+    async def _all(self, requests: Sequence[SampleRequest]) -> list[Reply]:
+        return list(await asyncio.gather(*(self._one(request) for request in requests)))
 
 
 def _parsed(text: str) -> Mapping[str, object]:

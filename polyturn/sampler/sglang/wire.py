@@ -139,6 +139,12 @@ def num_cached(answer: Mapping[str, object]) -> int:
     return int(cast("int", meta.get("cached_tokens") or 0))
 
 
+def latency_s(answer: Mapping[str, object]) -> float:
+    """Seconds from the server's receipt of the request to its answer."""
+    meta = cast("Mapping[str, object]", answer["meta_info"])
+    return float(cast("float", meta.get("e2e_latency") or 0.0))
+
+
 def _finish_reason(finish: Mapping[str, object]) -> FinishReason:
     kind = finish.get("type")
     if kind in ("stop", "length", "abort"):

@@ -27,6 +27,10 @@ class Wires:
         """Run a coroutine over there; await the result here. Cancelling it here cancels it there."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine over there and wait for it; not to be called over there."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
     def close(self) -> None:
         """End the session, the loop and the thread."""
         asyncio.run_coroutine_threadsafe(self.session.close(), self._loop).result()

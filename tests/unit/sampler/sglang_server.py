@@ -36,10 +36,13 @@ class FakeServer:
     aborted: list[str] = field(default_factory=list)
     version: str = "default"
     is_deaf: bool = False  # takes no new weights, but says that it did
+    forgets: bool = False  # says that it has no keys and values of earlier turns
+    probes: list[dict] = field(default_factory=list)  # bodies that a test has put aside
     url: str = ""
 
     def __post_init__(self) -> None:
         self._sampler = HfSampler(self.policy, Renderer(self.policy))
+        self._known: dict[tuple[int, ...], int] = {}  # ids of a turn -> expanded ones computed
 
     def app(self) -> web.Application:
         """The routes."""
@@ -141,6 +144,9 @@ class FakeServer:
                 ]
             )
         )[0]
+        cached = self._cached(tuple(content["input_ids"]))
+        computed = reply.prompt_length + len(reply.token_ids) - 1
+        self._known[(*content["input_ids"], *reply.token_ids)] = computed
         ids = list(reply.token_ids)
         scored = [[p, i, None] for p, i in zip(reply.logprobs, ids, strict=True)]
         if fault == "wrong ids":
@@ -151,13 +157,18 @@ class FakeServer:
             "output_ids": ids,
             "meta_info": {
                 "prompt_tokens": reply.prompt_length + (3 if fault == "longer prompt" else 0),
-                "cached_tokens": 0,
+                "cached_tokens": cached,
                 "completion_tokens": len(ids),
                 "weight_version": version,
                 "output_token_logprobs": scored,
                 "finish_reason": {"type": reply.finish_reason, **matched},
             },
         }
+
+    def _cached(self, ids: tuple[int, ...]) -> int:
+        """Expanded prompt tokens that an earlier turn of the same conversation computed."""
+        found = [n for known, n in self._known.items() if ids[: len(known)] == known]
+        return 0 if self.forgets else max(found, default=0)
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +26,9 @@ from polyturn.sampler.hf import HfSampler
 from polyturn.sampler.sglang import process, wire
 from polyturn.sampler.sglang.build import Site, sglang_sampler
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
+from polyturn.sampler.sglang.counts import SglangCounts, added
 from polyturn.sampler.sglang.fleet import Fleet, Server
-from polyturn.sampler.sglang.sampler import (
-    IdenticalSiblingsError,
-    SglangCounts,
-    SglangSampler,
-    added,
-)
+from polyturn.sampler.sglang.sampler import IdenticalSiblingsError, SglangSampler
 from polyturn.sampler.sglang.weights import Checksums, DiskTransfer, Named, buckets
 from polyturn.types import Message, StopReason, Trajectory
 from tests.unit import tiny
@@ -42,6 +39,7 @@ RENDERER = Renderer(POLICY)
 
 
 MADE: list[SglangSampler] = []
+NOBODY = Control("http://127.0.0.1:9")  # listens there
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +77,8 @@ def sampler(
     made = SglangSampler(fleet, settings, chosen, is_vision_frozen=True)
     MADE.append(made)
     made.update_weights(policy.model.named_parameters(remove_duplicate=False), 0)
+    for each in servers:
+        each.probes, each.bodies = each.bodies, []  # which ask whether seeds are honoured
     return made
 
 
@@ -155,9 +155,16 @@ def test_counts_of_all_ranks_become_metrics_once(server: FakeServer, tmp_path: P
     assert metrics["perf/sampler_retries"] == 1
     assert metrics["perf/weights_compared"] > 0
     assert not any(made.take_metrics().values())
-    whole = added([SglangCounts(8, 6, 1, 0, 2.0, 5), SglangCounts(8, 2, 2, 1, 3.0, 0)])
-    assert whole == SglangCounts(16, 8, 3, 1, 3.0, 5)
-    assert whole.metrics()["perf/prefix_cache_hit_rate"] == 0.5
+    one = SglangCounts(Counter({1: 8}), Counter({1: 6}), 1, 0.5, 0.5, 0, 1, 0, 2.0, 5)
+    other = SglangCounts(Counter({1: 4, 2: 4}), Counter({2: 2}), 2, 2.5, 2.0, 1, 2, 1, 3.0, 0)
+    whole = added([one, other])
+    assert whole == SglangCounts(
+        Counter({1: 12, 2: 4}), Counter({1: 6, 2: 2}), 3, 3.0, 2.0, 1, 3, 1, 3.0, 5
+    )
+    told = whole.metrics()
+    rates = [told[f"perf/prefix_cache_hit_rate{turn}"] for turn in ("", "/turn_1", "/turn_2")]
+    assert rates == [0.5, 0.5, 0.5]
+    assert (told["perf/sampler_latency/mean"], told["perf/sampler_latency/max"]) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("fault", ["500", "500 in plain text", "null", "disconnect"])
@@ -256,7 +263,7 @@ def test_a_server_that_has_ended_is_not_asked_for_its_memory_but_started_anew(
     server: FakeServer, tmp_path: Path
 ):
     made = sampler(server, directory=tmp_path)
-    ended = process.start([sys.executable, "-c", ""], 9, tmp_path / "log")
+    ended = process.start([sys.executable, "-c", ""], NOBODY, tmp_path / "log")
     ended.popen.wait()
     dead = Server(Control("http://127.0.0.1:9"), ended)
     made.fleet.servers = [*made.fleet.servers, dead]
@@ -316,13 +323,13 @@ def test_a_tensor_that_the_server_does_not_know_is_named(server: FakeServer, tmp
 def test_a_server_that_ignores_seeds_is_found_out(server: FakeServer, tmp_path: Path):
     made = sampler(server, directory=tmp_path)
 
-    async def probe(asked: SampleRequest) -> None:
-        await made.probe_seeds(asked)
-
-    asyncio.run(probe(request(limit=6)))
+    assert made._are_seeds_checked, "with the first weights"
+    asked = [body["sampling_params"] for body in server.probes]
+    assert len({each["sampling_seed"] for each in asked}) == len(asked) == 8
     made.settings = replace(made.settings, is_seeded=False)  # the server then takes 42 for all
+    made._are_seeds_checked = False
     with pytest.raises(IdenticalSiblingsError, match="--enable-deterministic-inference"):
-        asyncio.run(probe(request(limit=6)))
+        made.update_weights(POLICY.model.named_parameters(remove_duplicate=False), 1)
 
 
 def test_memory_is_released_and_taken_again_once(server: FakeServer, tmp_path: Path):
@@ -404,7 +411,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def test_closing_a_server_ends_its_children_too(tmp_path: Path):
     port = process.free_port()
     running = process.start(
-        [sys.executable, "-c", SERVER, str(port)], port, tmp_path / "logs" / "sglang_0.log"
+        [sys.executable, "-c", SERVER, str(port)],
+        Control(f"http://127.0.0.1:{port}"),
+        tmp_path / "logs" / "sglang_0.log",
     )
     running.wait_until_ready(30)
     child = int(running.log.read_text().split()[1])
@@ -416,7 +425,7 @@ def test_closing_a_server_ends_its_children_too(tmp_path: Path):
 
 def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(tmp_path: Path):
     argv = [sys.executable, "-c", "print('CUDA out of memory'); raise SystemExit(3)"]
-    running = process.start(argv, process.free_port(), tmp_path / "sglang_0.log")
+    running = process.start(argv, NOBODY, tmp_path / "sglang_0.log")
     with pytest.raises(ServerError, match=r"status 3; the end of its log(.|\n)*CUDA out of memory"):
         running.wait_until_ready(30)
     running.close()
@@ -427,7 +436,8 @@ def test_servers_die_with_the_trainer_even_when_it_is_killed(tmp_path: Path):
 import sys, time
 from pathlib import Path
 from polyturn.sampler.sglang import process
-running = process.start([sys.executable, "-c", "import time; time.sleep(600)"], 1, Path({str(tmp_path / "log")!r}))
+from polyturn.sampler.sglang.control import Control
+running = process.start([sys.executable, "-c", "import time; time.sleep(600)"], Control(""), Path({str(tmp_path / "log")!r}))
 print(running.popen.pid, flush=True)
 time.sleep(600)
 """
@@ -470,6 +480,29 @@ def test_a_rollout_over_the_wire_is_that_of_the_embedded_sampler(
     together = run(HfSampler(tiny.copy_of(POLICY), RENDERER))
     assert [t.token_ids.tolist() for t in alone] == [t.token_ids.tolist() for t in together]
     assert [t.stop_reason for t in alone] == [t.stop_reason for t in together]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_turns_whose_keys_and_values_are_lost_are_counted_and_told(
+    server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, forgets: bool
+):
+    """A second turn over recomputed ones has other logprobs than over those that were decoded."""
+    made = sampler(server, directory=tmp_path)
+    server.forgets = forgets
+    first = request()
+    (reply,) = ask(made, first)
+    shown = RENDERER.observation(Message("tool", ("Look again.",))).engine_ids
+    second = replace(first, engine_ids=(*first.engine_ids, *reply.token_ids, *shown))
+    ask(made, second)
+    counts = made.take_counts()
+    assert counts.recomputed_turns == int(forgets)
+    assert ("may not come out the same again" in caplog.text) == forgets
+    computed = reply.prompt_length + len(reply.token_ids) - 1
+    assert [counts.cached_tokens[turn] for turn in (1, 2)] == [0, 0 if forgets else computed]
+    assert counts.prompt_tokens == {
+        1: reply.prompt_length,
+        2: reply.prompt_length + len(reply.token_ids) + len(shown),
+    }
 
 
 def test_a_prompt_of_another_length_fails_the_trajectory_alone(server: FakeServer, tmp_path: Path):
