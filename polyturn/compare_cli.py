@@ -30,11 +30,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The comparison, its page, and the MLflow run that stands for it."""
+    """The comparison, its page, and the address of the MLflow run that stands for it."""
 
     found: Comparison
     page: Path
-    run_id: str
+    url: str
 
 
 def run(request: Request, root: Path) -> Outcome:
@@ -67,7 +67,7 @@ def run(request: Request, root: Path) -> Outcome:
         opened.log_text(compare_text.markdown(found), "compare.md")
         gain = found.gain
         opened.log_metrics({"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high})
-    return Outcome(found, page, opened.run_id)
+    return Outcome(found, page, opened.url)
 
 
 def _kept(store: Store, entries: list[versions.Entry], root: Path) -> list[Path]:

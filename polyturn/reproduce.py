@@ -15,6 +15,7 @@ from typing import cast
 
 from polyturn import layout, params, reproduction, workspace
 from polyturn.bootstrap import command_environment
+from polyturn.checkout import from_checkout
 from polyturn.params import TrackingParams
 from polyturn.params_tree import read_tree
 from polyturn.reproduction import Change, FirstDifference, Row
@@ -22,7 +23,7 @@ from polyturn.tracking import histories, lineage, recorded
 from polyturn.tracking.environment import capture
 from polyturn.tracking.recorded import Recorded
 from polyturn.tracking.run import open_run
-from polyturn.tracking.store import ARTIFACTS_VARIABLE, URI_VARIABLE, Store, connect
+from polyturn.tracking.store import ARTIFACTS_VARIABLE, URI_VARIABLE, Store, connect, in_file
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,10 @@ def _is_source_gone(worktree: Path) -> bool:
     data = cast("Mapping[str, object]", read_tree(worktree / layout.PARAMS).get("data", {}))
     path = data.get("path")
     is_local = isinstance(path, str) and (path.startswith(("/", ".")) or path.count("/") != 1)
-    return is_local and "://" not in str(path) and not (worktree / str(path)).exists()
+    if not is_local or "://" in str(path):
+        return False
+    found = from_checkout(str(path), worktree)
+    return not (worktree / found).exists()
 
 
 def _restore_raw(record: Recorded, worktree: Path) -> StageRun:
@@ -234,7 +238,7 @@ def _compare(
     metrics = json.loads((worktree / layout.METRICS).read_text())
     numbers = reproduction.metric_rows(record.metrics, metrics)
     # The worktree's own store: reproducing registers nothing in the team's.
-    again = connect(TrackingParams(uri=f"sqlite:///{worktree / 'mlflow.db'}"), worktree)
+    again = in_file(worktree / "mlflow.db")
     train_run = json.loads((worktree / layout.TRAIN_RUN).read_text())["run_id"]
     tags = again.client.get_run(train_run).data.tags
     key = "weights.sha256"

@@ -112,6 +112,12 @@ def connect(tracking: TrackingParams, root: Path, *, wait_s: float = 0.0) -> Sto
         return _open(addresses, tracking.experiment, outbox)
 
 
+def in_file(database: Path) -> Store:
+    """The store in a SQLite file, whatever params and environment name; for reading runs by their ids."""
+    uri = f"{_SQLITE}{database}"
+    return Store(MlflowClient(tracking_uri=uri, registry_uri=uri), Addresses(uri, None), "0")
+
+
 def _open(addresses: Addresses, experiment: str, outbox: Path) -> Store:
     try:
         client = MlflowClient(tracking_uri=addresses.uri, registry_uri=addresses.uri)

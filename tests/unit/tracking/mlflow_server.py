@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -19,6 +20,8 @@ class MlflowServer:
     directory: Path
     port: int
     artifact_root: str | None = None
+    options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
     process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -44,8 +47,13 @@ class MlflowServer:
             *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"),
             *("--port", str(self.port), "--workers", "1", *places),
             *("--backend-store-uri", f"sqlite:///{self.directory}/server.db"),
+            *self.options,
         ]
-        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        environment = {
+            **os.environ,
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            **self.environment,
+        }
         with (self.directory / "server.log").open("a") as log:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
