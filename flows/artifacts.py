@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import base64
 import csv
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from prefect.artifacts import (
-    create_image_artifact,
     create_link_artifact,
     create_markdown_artifact,
 )
 
-from flows import graph, summary
+from flows import summary
+from polyturn.plan import Plan
 from polyturn.report.charts import Line, line_chart
 from tasks.stage import StageReport
 
 PAGE_VARIABLE = "POLYTURN_TRACKING_PAGE"  # MLflow's address for a browser, where it is another than for programs
 
+_TITLE = "Mean reward of a rollout batch"
 _SIZE = (720, 300)
 _STYLE = """
 svg { background: #ffffff; font-family: Inter, 'Helvetica Neue', Arial, sans-serif; }
@@ -31,11 +33,9 @@ svg { background: #ffffff; font-family: Inter, 'Helvetica Neue', Arial, sans-ser
 """
 
 
-def show_plan(found: graph.Graph) -> None:
+def show_plan(plan: Plan) -> None:
     """Which stages would run, and why; the first thing on the page."""
-    create_markdown_artifact(
-        summary.plan_table(found.order, found.stale), key="plan", description="What runs, and why"
-    )
+    create_markdown_artifact(summary.plan_table(plan), key="plan", description="What runs, and why")
 
 
 def show_stages(reports: Sequence[StageReport], rows: Sequence[summary.Row]) -> None:
@@ -49,16 +49,26 @@ def show_stages(reports: Sequence[StageReport], rows: Sequence[summary.Row]) -> 
 
 
 def show_curve(path: Path) -> None:
-    """The reward of each rollout batch as a picture, from the train stage's CSV."""
+    """The reward of each rollout batch as a picture, from the train stage's CSV.
+
+    In Markdown, since Prefect's image artifact writes out its address, which here is the picture itself.
+    """
     rewards = _rewards(path)
     if rewards:
-        create_image_artifact(picture(rewards), key="reward-curve", description="Reward by step")
+        create_markdown_artifact(
+            f"![{_TITLE}]({picture(rewards)})", key="reward-curve", description="Reward by step"
+        )
 
 
 def show_mlflow(url: str) -> None:
     """A link to the run in MLflow while it goes on; a SQLite store has no page."""
     if urlsplit(url).scheme in ("http", "https"):
-        create_link_artifact(browsable(url), link_text="MLflow run", key="mlflow-run")
+        create_link_artifact(
+            browsable(url),
+            link_text="MLflow run",
+            key="mlflow-run",
+            description="The run in MLflow, live",
+        )
     else:
         store, _, place = url.partition("/#/")
         create_markdown_artifact(
@@ -76,21 +86,24 @@ def browsable(url: str) -> str:
 
 def picture(rewards: Sequence[float | None]) -> str:
     """A data: address of the curve, an SVG that stands by itself."""
-    title = "Mean reward of a rollout batch"
-    chart = line_chart([Line("reward", rewards)], size=_SIZE, unit=None, title=title)
+    chart = line_chart([Line("reward", rewards)], size=_SIZE, unit=None, title=_TITLE)
     width, height = _SIZE
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height + 30}" '
         f'viewBox="0 -30 {width} {height + 30}"><style>{_STYLE}</style>'
         f'<rect x="0" y="-30" width="{width}" height="{height + 30}" fill="#ffffff"/>'
-        f'<text class="title" x="14" y="-8">{title}</text>'
+        f'<text class="title" x="14" y="-8">{_TITLE}</text>'
     )
     inner = str(chart).partition(">")[2]
     return f"data:image/svg+xml;base64,{base64.b64encode((head + inner).encode()).decode()}"
 
 
 def _rewards(path: Path) -> list[float | None]:
+    """The reward of each step; the row behind the last one, a score of the policy alone, has none."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
-        return [float(row["reward_mean"] or "nan") for row in csv.DictReader(file)]
+        found = [float(row["reward_mean"] or "nan") for row in csv.DictReader(file)]
+    while found and math.isnan(found[-1]):
+        found.pop()
+    return [*found]

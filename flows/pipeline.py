@@ -6,10 +6,8 @@ import argparse
 import contextlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import cast
 from uuid import UUID
 
@@ -109,14 +107,11 @@ def _run_stages(
 ) -> list[StageReport]:
     found = graph.read(place.root)
     artifacts.show_plan(found)
-    env = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        _USER: place.identity.owner,
-    }
+    env = {_USER: place.identity.owner}
     own_pool = _own_pool() if chosen else None
     reports: list[StageReport] = []
-    with _parent_run(place, plan, is_needed=bool(found.stale), env=env) as run:
-        for stage in found.order:
+    with _parent_run(place, plan, is_needed=bool(found.waiting), env=env) as run:
+        for stage in (planned.name for planned in found.stages):
             report = _run_stage(stage, place, chosen.get(stage, options.DEFAULT), env, own_pool)
             reports.append(report)
             _tell(place, report)
@@ -130,8 +125,7 @@ def _run_stage(
     stage: str, place: Place, chosen: StageOptions, env: Mapping[str, str], own_pool: str | None
 ) -> StageReport:
     if chosen.pool and chosen.pool != own_pool:
-        sent = {name: env[name] for name in (PARENT_RUN, _USER) if name in env}
-        return run_elsewhere(stage, place, chosen, sent)
+        return run_elsewhere.with_options(retries=chosen.retries)(stage, place, chosen, env)
     return run_dvc_stage.with_options(retries=chosen.retries)(stage, place.root, env)
 
 

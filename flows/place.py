@@ -87,7 +87,7 @@ def open_worktree(identity: Identity, changes: Mapping[str, object]) -> Iterator
     Raises:
         WorkspaceError: it cannot be made, or another run of that name works here.
     """
-    lock = ROOT / layout.STATE / "worktrees" / f"{identity.name}.lock"
+    lock = ROOT / layout.STATE / "locks" / f"{identity.name}.lock"
     with lease.hold(lock, what=f"a run called {identity.name}", parent=None):
         is_head = identity.commit == _git("rev-parse", "HEAD")
         root = workspace.create(

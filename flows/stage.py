@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_table_artifact
@@ -17,9 +17,10 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     ArtifactFilterKey,
 )
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State, TaskRun
 from prefect.deployments import run_deployment
 from prefect.states import Cancelling
+from prefect.tasks import Task
 from pydantic import BaseModel, ConfigDict
 
 from flows import dvc_commands as dvc
@@ -32,6 +33,15 @@ from tasks.stage import Result, StageFailedError, StageReport, run_dvc_stage
 
 _HANDOVER = "handover"  # key of the artifact that says what became of the stage
 _POLL_S = 2.0
+
+
+class StageLostError(StageFailedError):
+    """The run of a stage elsewhere ended without a word of the stage's: its worker or its process is gone."""
+
+
+def _is_lost(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
+    """Only then is the stage asked for again: what failed there has been tried again there."""
+    return isinstance(state.data, StageLostError)
 
 
 class StageJob(BaseModel):
@@ -91,13 +101,20 @@ def git_files(root: Path) -> dict[str, str]:
     return {path: (root / path).read_text() for path in paths if (root / path).is_file()}
 
 
-@task(name="stage-elsewhere", task_run_name="{stage_name} on {options.pool}", cache_policy=NO_CACHE)
+@task(
+    name="stage-elsewhere",
+    task_run_name="{stage_name} on {options.pool}",
+    cache_policy=NO_CACHE,
+    retry_delay_seconds=2,
+    retry_condition_fn=_is_lost,
+)
 def run_elsewhere(
     stage_name: str, place: Place, options: StageOptions, env: Mapping[str, str]
 ) -> StageReport:
     """Have a worker of `options.pool` bring the stage up to date, and bring its outs here.
 
-    Cancelling this run cancels that one.
+    Cancelling this run cancels that one. A stage whose worker is lost is asked for again `options.retries` times; it goes
+    on where its checkpoints are (train.work_uri).
 
     Raises:
         StageFailedError: the stage failed there, or its run ended otherwise than well.
@@ -149,12 +166,11 @@ def _wait(client: SyncPrefectClient, run: FlowRun, stage_name: str) -> Handover:
         client.set_flow_run_state(run.id, Cancelling(message="the pipeline's run has ended"))
         raise
     handover = _handed_over(client, run)
-    if handover is None or not state.is_completed():
-        outcome = Outcome(
-            handover.exit_code if handover and handover.exit_code else FAILURE,
-            (handover.message if handover else "") or f"its run {run.name} is {state.name}: {state.message}",
-        )  # fmt: skip
-        raise StageFailedError(stage_name, outcome)
+    if handover is None:
+        told = f"its run {run.name} is {state.name}: {state.message}"
+        raise StageLostError(stage_name, Outcome(FAILURE, told))
+    if not state.is_completed() or handover.exit_code:
+        raise StageFailedError(stage_name, Outcome(handover.exit_code or FAILURE, handover.message))
     return handover
 
 

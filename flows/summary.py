@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import cast
 
 from polyturn import layout
+from polyturn.plan import Plan, duration
+from polyturn.plan_reasons import Reason
 from tasks.stage import StageReport
 
 _SCORES = {"sampled": "sampled", "greedy": "greedy", "training_env": "training's environment"}
+_MAX_REASONS = 4  # of a stage, in the table of the plan
 _NUM_ENDS = 5  # steps of the reward curve that make its beginning and its end
 
 
@@ -80,18 +83,25 @@ def _registered(record: Mapping[str, object]) -> list[Row]:
     return [Row("registered model", f"{record['name']} version {record['version']}{alias}")]
 
 
-def plan_table(order: Sequence[str], stale: Mapping[str, Sequence[str]]) -> str:
-    """Markdown: which stages would rerun and why."""
-    lines = ["| stage | why it runs |", "|---|---|"]
-    behind = False
-    for name in order:
-        reasons = list(stale.get(name, ()))
-        shown = "; ".join(reasons[:6]) + (
-            f"; and {len(reasons) - 6} more" if len(reasons) > 6 else ""
-        )
-        lines.append(f"| {name} | {shown or ('if an input changes' if behind else 'up to date')} |")
-        behind = behind or bool(reasons)
+def plan_table(plan: Plan) -> str:
+    """Markdown: which stages would run and why, and how long they took the last time."""
+    lines = ["| stage | | last time | why |", "|---|---|---|---|"]
+    for stage in plan.stages:
+        seconds = "" if stage.seconds is None else duration(stage.seconds)
+        cost = "" if stage.cost is None else f", {stage.cost:.2f}"
+        reasons = "<br>".join(_reason(reason) for reason in stage.reasons[:_MAX_REASONS])
+        if len(stage.reasons) > _MAX_REASONS:
+            reasons += f"<br>and {len(stage.reasons) - _MAX_REASONS} more"
+        lines.append(f"| {stage.name} | {stage.state} | {seconds}{cost} | {reasons} |")
+    if plan.seconds is not None:
+        lines += ["", f"As in the last runs: {duration(plan.seconds)}."]
     return "\n".join(lines)
+
+
+def _reason(reason: Reason) -> str:
+    # between backticks, so that the underscores of __init__.py stay underscores
+    detail = f" {reason.detail}" if reason.detail else ""
+    return f"{reason.kind} `{reason.what}`{detail.replace('|', '/')}"
 
 
 def stage_table(reports: Sequence[StageReport]) -> str:

@@ -135,7 +135,13 @@ def _repro(stage: str, root: Path, env: Mapping[str, str]) -> _Output:
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "dvc", "repro", "--single-item", stage],
         cwd=root,
-        env={**os.environ, **env, SUPERVISOR: str(processes.current()), family.MARK: mark},
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # dvc.yaml says `python`
+            **env,
+            SUPERVISOR: str(processes.current()),
+            family.MARK: mark,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
