@@ -115,7 +115,8 @@ def connect(tracking: TrackingParams, root: Path, *, wait_s: float = 0.0) -> Sto
 def in_file(database: Path) -> Store:
     """The store in a SQLite file, whatever params and environment name; for reading runs by their ids."""
     uri = f"{_SQLITE}{database}"
-    return Store(MlflowClient(tracking_uri=uri, registry_uri=uri), Addresses(uri, None), "0")
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    return Store(client, Addresses(uri, None), "0", database.parent / layout.STATE / "outbox")
 
 
 def _open(addresses: Addresses, experiment: str, outbox: Path) -> Store:
