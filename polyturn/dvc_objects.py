@@ -128,9 +128,12 @@ def missing_in_remote(root: Path, md5: str) -> list[str]:
 
 @contextmanager
 def scratch_project(
-    root: Path, digests: Mapping[str, str], *, with_cache: bool = True
+    root: Path, digests: Mapping[str, str], *, with_cache: bool = True, with_git: bool = False
 ) -> Iterator[Path]:
-    """A DVC project with the configuration of `root` (and its cache), in which NAME.dvc stands for each digest."""
+    """A DVC project with the configuration of `root` (and its cache), in which NAME.dvc stands for each digest.
+
+    `with_git`: an empty repository, without which `dvc gc --all-commits` takes no project along.
+    """
     source = root / ".dvc"
     cache = ObjectCache.of(root).directory
     with TemporaryDirectory(prefix="polyturn-dvc-") as directory:
@@ -139,7 +142,10 @@ def scratch_project(
         for name in _CONFIGS:
             if (source / name).is_file():
                 _copy_config(source / name, project / ".dvc" / name)
-        dvc(project, "config", "--local", "core.no_scm", "true")
+        if with_git:
+            subprocess.run(["git", "init", "--quiet"], cwd=project, check=True)
+        else:
+            dvc(project, "config", "--local", "core.no_scm", "true")
         if with_cache:
             dvc(project, "cache", "dir", "--local", str(cache))
         else:  # nor what DVC remembers of the remote from the last time

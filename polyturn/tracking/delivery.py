@@ -73,7 +73,7 @@ def is_away(error: BaseException) -> bool:
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return status >= _HTTP_ERROR or status == _TOO_MANY
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, RequestException):
         return isinstance(error, ConnectionError | TimeoutError)
     if isinstance(error, Boto3Error):  # an upload: the cause is in the text alone
         return not any(mark in str(error) for mark in _REFUSALS)

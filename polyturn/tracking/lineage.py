@@ -51,6 +51,18 @@ def outs_by_stage(lock: str) -> dict[str, dict[str, str]]:
         raise ValueError(f"the recorded dvc.lock is none ({error})") from None
 
 
+def lock_outs(lock: Path) -> dict[str, str]:
+    """Path -> md5 of every out in dvc.lock: what DVC has in its cache.
+
+    Raises:
+        ValueError: dvc.lock is not YAML of DVC's shape.
+    """
+    digests = lock_digests(lock)
+    stages = cast("Mapping[str, Mapping[str, list[Mapping[str, str]]]]", _stages(lock))
+    paths = {str(entry["path"]) for stage in stages.values() for entry in stage.get("outs", ())}
+    return {path: md5 for path, md5 in digests.items() if path in paths}
+
+
 def _stages(lock: Path) -> object:
     return _parsed(lock.read_text())
 
