@@ -49,15 +49,19 @@ test-e2e: $(READY) ## a team's services and runs for real: Postgres, S3, MLflow,
 test-ray: $(READY) ## images.engine: ray, with Ray in an environment of its own (.polyturn/ray)
 	@$(BIN)/python scripts/test_ray.py
 
-test-full: $(READY) ## demo-size checks: three seeds, byte-identical reruns, ten kills (an hour and a half)
+test-full: $(READY) ## demo-size checks: three seeds, byte-identical reruns, ten kills, both learners (two and a half hours)
 	@$(BIN)/python scripts/check_reproducible.py
 	@$(BIN)/python scripts/check_resume.py --per-run 10
+	@$(BIN)/python scripts/check_learners.py
 
-check: $(READY) ## lint, format, types, layers
+check: $(READY) ## lint, format, types, layers, images and services
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/cpu.Dockerfile docker/gpu.Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows docs/ci/params.yaml
 
 format: $(READY) ## format and fix what can be fixed
 	$(BIN)/ruff format .

@@ -32,7 +32,10 @@ from polyturn.tracking import store  # noqa: E402
 
 PHASES = ("rollout", "update", "evaluation", "checkpoint")
 INPUTS = ("fetch", "images", "model", "warmstart")
-LOG = layout.STATE / "logs" / "train.log"
+LOGS = (
+    layout.STATE / "logs" / "train.log",
+    layout.STATE / "logs" / "train_rank0.log",
+)  # the latter of several ranks
 _POLL_S = 0.002
 _LINE = re.compile(r"(\S+ \S+) DEBUG \S+ (.*)")
 _BEGINS = re.compile(r"step (\d+): (\w+) begins")
@@ -98,7 +101,8 @@ class Checkout:
 
     def start(self) -> int:
         """Fork a process that runs `python -m tasks.train`; returns its id, which is its group's too."""
-        (self.path / LOG).unlink(missing_ok=True)
+        for log in LOGS:
+            (self.path / log).unlink(missing_ok=True)
         pid = os.fork()
         if pid:
             return pid
@@ -139,8 +143,8 @@ class Checkout:
 
     def log(self) -> list[Span]:
         """The phases of the last start."""
-        path = self.path / LOG
-        return spans(path.read_text()) if path.exists() else []
+        paths = [self.path / log for log in LOGS]
+        return [span for path in paths if path.exists() for span in spans(path.read_text())]
 
     def kill(self, pid: int, phase: str, *, number: int, delay_s: float) -> list[Span] | None:
         """SIGKILL the group `delay_s` after `phase` has begun for the `number`th time; the phases it was inside.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import warnings
 
 import torch
@@ -35,10 +37,14 @@ def open_learner(
             world=world,
             device=device,
         )
-    with warnings.catch_warnings():  # of megatron-core, about what it does without
-        warnings.simplefilter("ignore")
-        from polyturn.learner.megatron.learner import MegatronLearner  # noqa: PLC0415  (seconds, and optional)
+    _quieten()
+    from polyturn.learner.megatron.learner import MegatronLearner  # noqa: PLC0415  (seconds, and optional)
 
-        return MegatronLearner(
-            policy, renderer, learner, loss, temperature, world=world, device=device
-        )
+    return MegatronLearner(policy, renderer, learner, loss, temperature, world=world, device=device)
+
+
+def _quieten() -> None:
+    """megatron-core tells at each start of what it does without, and at each step of torch's newer names."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for module in ("megatron", "torch.distributed.c10d_logger", "torch.distributed.checkpoint"):
+        warnings.filterwarnings("ignore", module=rf"{re.escape(module)}(\.|$)")

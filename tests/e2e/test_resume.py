@@ -195,11 +195,16 @@ def test_ten_kills_at_seeded_moments_end_at_the_same_bytes_and_history(
     assert result.stdout.count("same bytes") == int(hits[3]) >= 10
 
 
+@pytest.mark.parametrize(
+    "learner",
+    [{}, {"backend": "megatron", "tensor_parallel": 2, "sequence_parallel": True}],
+    ids=["fsdp", "megatron"],
+)
 def test_two_processes_train_as_one_does_and_survive_kills(
-    project: ToyProject, undisturbed: Outputs, tmp_path: Path
+    project: ToyProject, undisturbed: Outputs, tmp_path: Path, learner: dict[str, object]
 ) -> None:
     """DESIGN 7: same groups, seeds and batches, numbers within rounding; and exact on equal processes."""
-    change(project, learner={"num_processes": 2})
+    change(project, learner={"num_processes": 2, **learner})
     result = project.stage("train")
     assert result.returncode == 0, result.stdout
     two = outputs(project, tmp_path / "two")

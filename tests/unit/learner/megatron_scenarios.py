@@ -77,11 +77,13 @@ def learner_of(
     )
 
 
-def of_backend(backend: str, policy: Policy, world: World, **params: object) -> Learner:
+def of_backend(
+    backend: str, policy: Policy, world: World, device: torch.device | None, **params: object
+) -> Learner:
     """A learner of either kind."""
     if backend == "megatron":
-        return learner_of(policy, world=world, **params)
-    return scenarios.learner_of(policy, world=world, **{"lr": LR, **params})  # type: ignore[arg-type]
+        return learner_of(policy, world=world, device=device, **params)  # type: ignore[arg-type]
+    return scenarios.learner_of(policy, world=world, device=device, **{"lr": LR, **params})  # type: ignore[arg-type]
 
 
 def whole_gradients(learner: MegatronLearner) -> Tensors:
@@ -139,16 +141,16 @@ class Run:
     weights_with_large_eps: Tensors
 
 
-def run_of(backend: str, world: World, layout: Layout) -> Run:
+def run_of(backend: str, world: World, layout: Layout, device: torch.device | None = None) -> Run:
     """Five updates with AdamW's usual eps, and five with 1e-6 (collective)."""
     policy = tiny.qwen3(TWO_KV_HEADS)
-    learner = of_backend(backend, policy, world, **layout)
+    learner = of_backend(backend, policy, world, device, **layout)
     batch = two_pictures_each(learner.renderer)
     first = update(learner, batch)  # type: ignore[arg-type]
     gradients = gradients_of(learner)
     for _ in range(4):
         update(learner, batch)  # type: ignore[arg-type]
-    other = of_backend(backend, policy, world, eps=1e-6, **layout)
+    other = of_backend(backend, policy, world, device, eps=1e-6, **layout)
     for _ in range(5):
         update(other, batch)  # type: ignore[arg-type]
     return Run(
