@@ -2,7 +2,7 @@
 
 Ten kills by default, with at least one inside a rollout, an update, an evaluation and a checkpoint write, as the
 stage's log proves. Weights, curve and trajectories have to be the same bytes, and the metric history in MLflow the same
-values (perf/ aside), each step once. Prints one line per kill; exit code 1 if anything differs.
+values (perf/ and system/ aside), each step once. Prints one line per kill; exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Checkout:
         return [span for span in self.log() if span.seconds is None] if status else None
 
     def histories(self, run_ids: Sequence[str]) -> list[dict[str, list[tuple[int, float]]]]:
-        """Metric histories of runs, perf/ aside: (step, value) in order of step."""
+        """Metric histories of runs, perf/ and system/ aside: (step, value) in order of step."""
         os.chdir(self.path)
         tracking = params.load(layout.PARAMS).tracking
         client = store.connect(tracking, self.path).client
@@ -170,7 +170,7 @@ class Checkout:
             {
                 key: sorted((m.step, m.value) for m in client.get_metric_history(run_id, key))
                 for key in sorted(client.get_run(run_id).data.metrics)
-                if not key.startswith("perf/")
+                if not key.startswith(("perf/", "system/"))
             }
             for run_id in run_ids
         ]
