@@ -37,7 +37,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_view(command("view", "write a page with trajectories: tokens, pictures, calls, rewards"))
     _add_play(command("play", "be the policy by hand in an environment; needs no model"))
     _add_evaluate(command("evaluate", "score a policy on held-out problems, also without pictures"))
-    doctor = command("doctor", "check that the newest model of this checkout sees its pictures")
+    doctor = command("doctor", "check versions, GPU, disk, stores, servers, data and the newest model")
+    doctor.add_argument(
+        "--at-start",
+        action="store_true",
+        help="only the checks that training begins with, and of these only what is not green",
+    )
     doctor.set_defaults(run=_doctor)
     _add_gc(command("gc", "remove what neither champion, last nor pinned runs need"))
     pin = command("pin", "keep an MLflow run, and what it needs, from `polyturn gc`")
@@ -292,12 +297,15 @@ def _stop(chosen: argparse.Namespace) -> int:
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    from polyturn import doctor
+    from polyturn import doctor, layout, params
 
-    del chosen
-    findings = doctor.examine(Path.cwd())
-    print(doctor.told(findings))
-    return 0 if doctor.is_healthy(findings) else 1
+    findings = doctor.examine(Path.cwd(), doctor.AT_START if chosen.at_start else doctor.CHECKS)
+    if chosen.at_start:
+        findings = [finding for finding in findings if finding.outcome == "failed"]
+    allowed = params.load(layout.PARAMS).doctor.allow
+    if findings:
+        print(doctor.told(findings, allowed, with_colour=sys.stdout.isatty()))
+    return 0 if doctor.is_healthy(findings, allowed) else 1
 
 
 def _grade(arguments: Sequence[str]) -> int:

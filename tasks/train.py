@@ -15,7 +15,7 @@ from polyturn.recorder import PICTURES
 from polyturn.tracking import stop_tag
 from polyturn.tracking.gallery import log_step_files
 from polyturn.trajectory_times import times_directory
-from tasks import continuation, ranks, training
+from tasks import continuation, preflight, ranks, training
 from tasks.context import PARENT_RUN, StageContext, run_stage, write_json
 from tasks.place import occupy
 
@@ -28,6 +28,7 @@ def body(ctx: StageContext) -> None:
     engines = {"sampler": params.sampler.backend, "learner": params.learner.backend}
     ctx.run.set_tags({**engines, "num_processes": params.learner.num_processes})
     ctx.run.set_tags(_labels(params))
+    preflight.check()
     place = occupy(ctx)
     work = place.directory
     ctx.run.set_tags({continuation.WORK_TAG: place.address})

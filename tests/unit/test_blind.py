@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from polyturn import blind, doctor
+from polyturn import blind
 from polyturn.blind import BlindModelError, BlindReport, change
-from polyturn.doctor import Finding
 from polyturn.envs.base import image_record
 from polyturn.model import Policy
 from polyturn.params import EnvParams, RolloutParams
@@ -147,29 +145,3 @@ def test_blank_is_white_and_as_large() -> None:
     white = blind.blank(tiny.picture(48, 16))
     assert (white.width, white.height) == (48, 16)
     assert white == image_record(Image.new("RGB", (48, 16), "white"))
-
-
-# ---- the doctor ---------------------------------------------------------------------------------------------------
-
-
-def test_a_fresh_checkout_has_nothing_to_probe(tmp_path: Path, root: Path) -> None:
-    (tmp_path / "params.yaml").write_bytes((root / "params.yaml").read_bytes())
-    findings = doctor.examine(tmp_path)
-    assert [(f.check, f.outcome) for f in findings] == [("blind model", "skipped")]
-    assert doctor.is_healthy(findings)
-
-
-def test_a_check_that_raises_is_a_finding(tmp_path: Path) -> None:
-    (tmp_path / "params.yaml").write_text("seed: 1\n")
-
-    def broken(site: doctor.Site) -> Finding:
-        raise OSError(f"no disk at seed {site.params.seed}")
-
-    def bad(_: doctor.Site) -> Finding:
-        return Finding("bad", "failed", "too small", fix="buy more")
-
-    findings = doctor.examine(tmp_path, {"broken": broken, "bad": bad})
-    assert not doctor.is_healthy(findings)
-    assert doctor.told(findings) == (
-        "failed  broken  OSError: no disk at seed 1\nfailed  bad     too small\n                fix: buy more"
-    )

@@ -1,0 +1,1 @@
+"""The checks of `polyturn doctor`, by what they look at."""

@@ -1,0 +1,33 @@
+"""What a preflight check looks at, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from polyturn.params import Params
+
+Outcome = Literal["ok", "skipped", "failed"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found, in one line; `fix` says what to do where it failed."""
+
+    check: str
+    outcome: Outcome
+    detail: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What checks look at: the checkout and its params."""
+
+    root: Path
+    params: Params
+
+
+Check = Callable[[Site], Finding]

@@ -1,0 +1,154 @@
+"""What the data and the newest model of a checkout are like: chat template, labels, and whether pictures are seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from polyturn import layout
+from polyturn.checkout import from_checkout
+from polyturn.preflight.finding import Finding, Site
+from polyturn.reward import is_gradable
+
+_MODELS = (layout.POLICY, layout.WARMSTART, layout.BASE_MODEL)
+_MAX_LABELS = 500  # evenly spaced
+_SHOWN = 3
+# Two turns with a tool's answer between them, as roles and texts.
+_PLAIN = (("user", "question"), ("assistant", "first"), ("user", "observation"), ("assistant", "second"))  # fmt: skip
+_THINKING = (
+    ("user", "question"), ("assistant", "<think>\nthought\n</think>\n\nfirst"), ("user", "observation"),
+    ("assistant", "<think>\nthought\n</think>\n\nsecond"),
+)  # fmt: skip
+_END = "<|im_end|>"
+
+
+def chat_template(site: Site) -> Finding:
+    """What the template writes for a conversation stays the beginning of what it writes for a longer one.
+
+    Else the tokens that an engine sampled after are not those that are trained on.
+    """
+    name = "chat template"
+    found = next((text for place in _places(site) if (text := _template_in(place))), None)
+    if found is None:
+        return Finding(name, "skipped", "no model yet: `dvc repro model` makes one")
+    try:
+        problem = _growth_problem(found, _PLAIN)
+        rewrites = _growth_problem(found, _THINKING)
+    except TemplateError as error:
+        return Finding(name, "failed", f"it cannot be rendered: {error}", "use the checkpoint's own chat_template.jinja")  # fmt: skip
+    if problem:
+        return Finding(name, "failed", problem, "use the checkpoint's own chat_template.jinja")
+    told = "; it strips earlier thoughts, which are trained on as sampled" if rewrites else ""
+    return Finding(name, "ok", f"keeps its beginning over turns{told}")
+
+
+def _growth_problem(template: str, turns: Sequence[tuple[str, str]]) -> str:
+    """Where a longer conversation does not begin as the shorter one does; "" if it always does."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+    compiled = environment.from_string(template)
+
+    def text(count: int) -> str:
+        messages = [{"role": role, "content": said} for role, said in turns[:count]]
+        return compiled.render(messages=messages, add_generation_prompt=False).rstrip("\n")
+
+    for count in range(2, len(turns)):
+        shorter, longer = text(count), text(count + 1)
+        if not longer.startswith(shorter):
+            place = next(
+                i for i, (a, b) in enumerate(zip(shorter, longer + "\0", strict=False)) if a != b
+            )
+            return (
+                f"with message {count + 1} what was {shorter[place : place + 30]!r} becomes "
+                f"{longer[place : place + 30]!r}"
+            )
+    if turns is _PLAIN and f"second{_END}" not in text(len(turns)):
+        return f"it does not end a reply with {_END}"
+    return ""
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _template_in(directory: Path) -> str | None:
+    if (path := directory / "chat_template.jinja").is_file():
+        return path.read_text()
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (path := directory / name).is_file():
+            found = json.loads(path.read_text()).get("chat_template")
+            if isinstance(found, str):
+                return found
+    return None
+
+
+def _places(site: Site) -> list[Path]:
+    given = site.params.model.path
+    places = [site.root / name for name in _MODELS]
+    return [*places, from_checkout(given, site.root)] if given and "://" not in given else places
+
+
+def labels(site: Site) -> Finding:
+    """Every reference answer can be parsed, so that a reply can be right."""
+    path = next(
+        (
+            p
+            for d in (layout.PROBLEMS, layout.RAW)
+            if (p := site.root / d / "problems.jsonl").is_file()
+        ),
+        None,
+    )
+    if path is None:
+        return Finding("labels", "skipped", "no problems yet: `dvc repro fetch` makes them")
+    rows: list[Mapping[str, str]] = [json.loads(line) for line in path.read_text().splitlines()]
+    chosen = rows[:: max(1, len(rows) // _MAX_LABELS)]
+    wrong = [f"{row['id']}: {row['answer']!r}" for row in chosen if not is_gradable(row["answer"])]
+    if wrong:
+        return Finding("labels", "failed", f"{len(wrong)} of {len(chosen)} cannot be parsed: {', '.join(wrong[:_SHOWN])}", "`polyturn grade` shows how an answer is read; mend the rows and run `dvc repro fetch`")  # fmt: skip
+    return Finding("labels", "ok", f"{len(chosen)} of {len(rows)} looked at, all can be parsed")
+
+
+def blind_model(site: Site) -> Finding:
+    """The newest policy says something else when its picture is blank; see polyturn.blind."""
+    # Torch is loaded by this check alone: the others answer at once.
+    import torch  # noqa: PLC0415
+
+    from polyturn import blind, data, model  # noqa: PLC0415
+    from polyturn.render import Renderer  # noqa: PLC0415
+    from polyturn.rollout import RolloutSettings  # noqa: PLC0415
+    from polyturn.runtime import training_device  # noqa: PLC0415
+    from polyturn.sampler.hf import HfSampler  # noqa: PLC0415
+
+    name = "blind model"
+    found = [
+        directory for directory in _MODELS if (site.root / directory / "config.json").is_file()
+    ]
+    problems = site.root / layout.PROBLEMS / "problems.jsonl"
+    if not found or not problems.is_file():
+        return Finding(name, "skipped", "no policy and problems yet: `dvc repro model` makes them")
+    policy = model.load(site.params.model, site.root / found[0])
+    torch.nn.Module.to(policy.model, training_device(site.params.learner))
+    renderer = Renderer(policy)
+    sampler = HfSampler(policy, renderer)
+    settings = RolloutSettings.of(site.params)
+    rows = data.read_problems(problems, site.root / layout.IMAGES)
+    try:
+        report = asyncio.run(blind.check(rows, sampler, renderer, settings, seed=site.params.seed))
+    except blind.BlindModelError as error:
+        return Finding(name, "failed", f"{found[0]}: {error}", "see rollout.blind_min_change")
+    finally:
+        sampler.close()
+    if report is None:
+        return Finding(name, "skipped", "no problem has a picture, or rollout.blind_problems is 0")
+    return Finding(
+        name,
+        "ok",
+        f"{found[0]}: logprobs move by {report.mean_change:.3g} nats when pictures are blank; "
+        f"{len(report.pads)} turns with all their features",
+    )
