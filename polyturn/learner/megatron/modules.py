@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -52,8 +53,8 @@ class RmsNorm(nn.RMSNorm):
 
 
 def block_spec(config: TransformerConfig) -> ModuleSpec:
-    """megatron-core's own layers with polyturn's core attention; TransformerEngine's layers if it is installed."""
-    if HAVE_TE:
+    """megatron-core's own layers with polyturn's core attention; TransformerEngine's on a GPU if it is installed."""
+    if HAVE_TE and torch.cuda.is_available():
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         cast("Any", layer.submodules).self_attention.submodules.core_attention = PackedCoreAttention
         return layer

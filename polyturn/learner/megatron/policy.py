@@ -115,8 +115,8 @@ def build(
 ) -> MegatronPolicy:
     """A policy with Megatron's decoder and the weights of `policy`; megatron-core's groups are there already.
 
-    The tower of `policy` moves to `device` and is used as it is; of its language model the weights are copied. Without
-    `is_trained` nothing has a gradient; `tower` then gives the features (None: its own does).
+    The tower of `policy` moves to `device` and is used as it is; its language model is given up once its weights are
+    copied. Without `is_trained` nothing has a gradient; `tower` then gives the features (None: its own does).
 
     Raises:
         MegatronError: model and layout of ranks do not fit, or are not built.
@@ -150,10 +150,17 @@ def build(
         how=HowToScore(params.logit_chunk_tokens, params.compile),
     )
     weights.load_hf(built, policy.model.state_dict())
+    _give_up_language_model(policy)
     gpt.to(device)
     if params.compile:
         compile_layers(gpt)
     return built
+
+
+def _give_up_language_model(policy: Policy) -> None:
+    """Keep its shapes alone: every rank of a host would hold all of it for nothing."""
+    nn.Module.to(policy.model.model.language_model, "meta")
+    nn.Module.to(policy.model.lm_head, "meta")
 
 
 def _prepare_tower(

@@ -177,6 +177,15 @@ def test_a_compiled_policy_gives_the_gradients_of_an_eager_one(
     assert len(compiled) == 2 + 2 + 3, "decoder layers, vision blocks, functions of the logits"
 
 
+def test_the_language_model_of_the_policy_leaves_its_shapes_alone() -> None:
+    """Or each rank of a host would hold all of it a second time."""
+    model = built(qwen3(), ONE)
+    left = {name: p.device.type for name, p in model.policy.model.named_parameters()}
+    assert {device for name, device in left.items() if "visual" not in name} == {"meta"}
+    assert {device for name, device in left.items() if "visual" in name} == {"cpu"}
+    assert model.policy.model.device.type == "cpu", "where the tower's inputs go"
+
+
 def test_bfloat16_is_near_float32(references: dict[str, Reference]) -> None:
     """Weights are rounded once, rotary angles never."""
     wanted = references["Qwen3-VL untied"]
