@@ -13,7 +13,7 @@ import yaml
 
 from polyturn.dvc_objects import DvcError, ObjectCache, missing_in_remote, pull
 
-pytestmark = pytest.mark.slow  # every dvc command takes a second
+pytestmark = pytest.mark.full  # every dvc command takes a second or more
 
 FILES = {"config.json": "{}", "nested/weights": "w" * 1000}
 

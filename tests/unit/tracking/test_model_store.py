@@ -95,7 +95,7 @@ def test_the_champion_downloads_loads_and_answers(
     assert {"torch", "transformers", "pillow"} <= {pin.partition("==")[0] for pin in pins}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_large_weights_are_stored_once_and_fetched_by_digest(
     project: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
