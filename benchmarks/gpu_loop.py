@@ -1,13 +1,17 @@
 """The whole training loop on one GPU at the shape of Qwen3-VL-2B (random weights), by phase and beside the engine alone.
 
-    python benchmarks/gpu_loop.py --modes single,orders,turns,skewed --set learner.precision=bfloat16
+    python benchmarks/gpu_loop.py --modes single,ahead,turns --set learner.compile=true
 
 `grpo.train` itself runs: SGLang servers, environment, grading, the FSDP learner and weights over CUDA IPC, all on
-one GPU. Modes: `single` is the work of TRL's step (128 samples of one turn with a picture), `turns` has three turns,
-`skewed` replies of median 500 and 99th percentile 4,096 tokens, picture sizes of Geometry3K and slow environment
-steps; `orders` is the engine alone under a bare client, in several orders of submission, and with `--compare-transport`
-on two servers. Each step's requests also go to the same server by the bare client, between the steps. One server
-serves all modes. `--cpu-smoke` runs tiny sizes against the tests' server instead.
+one GPU, one server for all modes. After each step its requests go to the same server by a bare client. Modes:
+
+    single  the work of TRL's step: 128 samples of one turn of 512 tokens, with a picture
+    ahead   the same with train.async_steps 1
+    turns   three turns of 512 tokens
+    skewed  three turns, median 500 and 99th percentile 4,096 tokens, pictures as of Geometry3K, 1% of env steps slow
+    orders  the engine alone, in several orders of submission; --compare-transport: on two servers
+
+`--cpu-smoke` runs tiny sizes against the tests' server instead.
 """
 
 from __future__ import annotations
@@ -50,8 +54,7 @@ from polyturn.sampler.sglang.process import ServerProcess  # noqa: E402
 from polyturn.sampler.sglang.sampler import SglangSampler  # noqa: E402
 
 NEVER = 10**6
-# Keys and values of 320,000 tokens are 37 GB at this shape.
-SERVER_FLAGS = ("--cuda-graph-max-bs-decode", "128", "--max-total-tokens", "320000")
+SERVER_FLAGS = ("--cuda-graph-max-bs-decode", "128")
 TRL_STEP_S = 30.8  # TRL 1.16 GRPOTrainer, the work of mode `single`, on the same kind of GPU (recorded baseline)
 
 
@@ -60,7 +63,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--modes", default="single,orders,turns,skewed")
+    parser.add_argument("--modes", default="single,ahead,turns,skewed,orders")
     parser.add_argument("--repeats", type=int, default=5, help="measured steps of a mode")
     parser.add_argument("--engine-repeats", type=int, default=5, help="bare clients of a mode")
     parser.add_argument("--order-repeats", type=int, default=3)
@@ -109,7 +112,7 @@ def benchmark_params(options: argparse.Namespace, urls: Sequence[str] = ()) -> P
                 "picture_transport": "cuda_ipc",
                 "weight_update": "disk" if is_tiny else "tensor",
                 "check_weights": not is_tiny,
-                "extra_flags": [] if is_tiny else list(SERVER_FLAGS),
+                "extra_flags": [] if is_tiny else [*SERVER_FLAGS, *server_tokens(options)],
             },
         },
         "learner": {
@@ -129,6 +132,13 @@ def benchmark_params(options: argparse.Namespace, urls: Sequence[str] = ()) -> P
             section = section.setdefault(parent, {})
         section[key] = yaml.safe_load(value)
     return parse(tree, origin="the benchmark")
+
+
+def server_tokens(options: argparse.Namespace) -> list[str]:
+    """Room for the keys and values of the largest mode's step (115 kB a token at this shape), and no more."""
+    modes = [MODES[name] for name in options.modes.split(",") if name in MODES]
+    longest = max((mode.tokens(options.tokens) for mode in modes), default=options.tokens)
+    return ["--max-total-tokens", str(128 * (longest + 400))]
 
 
 @contextmanager

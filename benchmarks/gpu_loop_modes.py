@@ -42,10 +42,16 @@ class Mode:
     sizes: tuple[tuple[int, int], ...]
     skew: tuple[int, int] | None = None
     slow_s: float = 0.0
+    is_ahead: bool = False  # train.async_steps: 1
+
+    def tokens(self, of_turn: int) -> int:
+        """Tokens of a trajectory after its prompt: the most, or where lengths differ twice the mean."""
+        return 1600 if self.skew else self.turns * (of_turn + 40)
 
 
 MODES = {
     "single": Mode(1, work.SQUARE),
+    "ahead": Mode(1, work.SQUARE, is_ahead=True),
     "turns": Mode(3, work.SQUARE),
     "skewed": Mode(3, work.GEO3K, skew=(500, 4096), slow_s=10.0),
 }
@@ -85,6 +91,7 @@ class Steps:
 
     bench: Bench
     turns: FullTurns
+    is_ahead: bool = False
     recorder: TimedRecorder | None = None
     rows: list[dict[str, float]] = field(default_factory=list)
     engine: list[EngineRun] = field(default_factory=list)
@@ -134,9 +141,9 @@ class Steps:
         self.began = time.monotonic()
 
     def _ask_engine(self) -> None:
-        has_slow_steps = bool(self.turns.length_of)
+        is_other = bool(self.turns.length_of) or self.is_ahead  # work that the bare client has not
         is_enough = len(self.engine) >= self.bench.options.engine_repeats
-        if len(self.rows) == 1 or is_enough or has_slow_steps:
+        if len(self.rows) == 1 or is_enough or is_other:
             return
         key = f"bare/{id(self)}/{len(self.rows)}"
         asked = conversations(self.turns.asked, self.bench.sampler.settings, key)
@@ -159,6 +166,9 @@ def mode_params(bench: Bench, mode: Mode, steps: int) -> Params:
         "max_turn_tokens": tokens if mode.skew is None else None,
     }
     tree["train"]["steps"] = steps
+    if mode.is_ahead:
+        tree["train"]["async_steps"] = 1
+        tree["loss"]["tis_mode"] = "token_truncate"
     return parse(tree)
 
 
@@ -178,13 +188,14 @@ def run_mode(bench: Bench, name: str) -> None:
     mode, options = MODES[name], bench.options
     # The first step warms up; a mode of long steps has fewer.
     steps = 1 + (options.repeats if mode.skew is None else max(1, options.repeats // 3))
+    steps += mode.is_ahead  # after the last step nothing is sampled
     params = mode_params(bench, mode, steps)
     count = params.rollout.prompts_per_step * steps
     seed = 1 + list(MODES).index(name)
     train = work.problems(bench.policy, count, mode.sizes, seed)
     held_out = work.problems(bench.policy, 1, mode.sizes, 100 + seed)
     turns = FullTurns(bench.sampler, reply_lengths(mode, is_tiny=options.cpu_smoke))
-    sink = Steps(bench, turns)
+    sink = Steps(bench, turns, mode.is_ahead)
     directory = bench.directory / name
     directory.mkdir()
     recorder = TimedRecorder(directory, sink, Progress(steps, name, is_shown=False))
@@ -210,7 +221,8 @@ def run_mode(bench: Bench, name: str) -> None:
 
 def summary(bench: Bench, name: str, sink: Steps) -> dict[str, object]:
     """Medians over the steps after the first, and the engine's own numbers."""
-    rows = sink.rows[1:] or sink.rows
+    whole = sink.rows[:-1] if sink.is_ahead and len(sink.rows) > 2 else sink.rows
+    rows = whole[1:] or whole
 
     def middle(key: str) -> float:
         return median([row[key] for row in rows if key in row])
@@ -246,6 +258,6 @@ def summary(bench: Bench, name: str, sink: Steps) -> dict[str, object]:
                 for row, run in zip(sink.rows[1:], sink.engine, strict=False)
             ]
         )
-    if name == "single":
+    if name in ("single", "ahead"):
         told["ratio_vs_trl"] = bench.options.trl_step_s / middle("wall")
     return told
