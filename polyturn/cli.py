@@ -32,6 +32,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--diff", action="store_true", help="also show the changed lines of code")
     plan.set_defaults(run=_plan)
+    accept = command("accept", "keep a stage's outputs after an edit of code that does not change them")
+    accept.add_argument("stage", metavar="STAGE")
+    accept.add_argument("--reason", required=True, help="why; recorded in accepted.jsonl and MLflow")
+    accept.add_argument(
+        "--with-params", action="store_true", help="also after changes of the stage's params"
+    )
+    accept.set_defaults(run=_accept)
     report = command("report", "write runs/report.html from the files of this checkout")
     report.set_defaults(run=_report)
     _add_view(command("view", "write a page with trajectories: tokens, pictures, calls, rewards"))
@@ -177,6 +184,16 @@ def _plan(chosen: argparse.Namespace) -> int:
     from polyturn import plan
 
     print("\n".join(plan.lines(plan.read(Path.cwd()), with_diffs=chosen.diff)))
+    return 0
+
+
+def _accept(chosen: argparse.Namespace) -> int:
+    from polyturn import layout
+    from polyturn.accept import accept
+
+    done = accept(Path.cwd(), chosen.stage, reason=chosen.reason, with_params=chosen.with_params)
+    print(f"{done.stage}: outputs kept after edits of {', '.join(done.files) or 'params'}")
+    print(f"commit {layout.DVC_LOCK} and {layout.ACCEPTED} with the edit")
     return 0
 
 

@@ -25,5 +25,6 @@ EVALUATION = Path(
 METRICS = Path("metrics.json")  # evaluate: no time, run id or path
 REGISTERED = Path("registered.json")  # register: name, version, alias
 
+ACCEPTED = Path("accepted.jsonl")  # committed: outputs kept after an edit of their code
 STATE = Path(".polyturn")  # untracked: work/, cache/, logs/, worktrees/, timings.jsonl
 REPORT = Path("runs/report.html")  # untracked

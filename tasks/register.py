@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from polyturn import evaluation_set, layout, results, tracking
+from polyturn import accepted, evaluation_set, layout, results, tracking
 from polyturn.params import Params, load
 from polyturn.pictures import Pictures
 from polyturn.report.data import picture_directories, read_run
@@ -49,7 +49,7 @@ def register(context: StageContext) -> None:
         evaluation=evaluation_set.digest(layout.PROBLEMS / "problems.jsonl", params),
         accuracy=Interval(scores["accuracy"], scores["accuracy_low"], scores["accuracy_high"]),
         pass_at_k={int(k.removeprefix(_PASS)): v for k, v in scores.items() if _PASS in k},
-        tags=_origin(context),
+        tags={**_origin(context), **accepted.tags(Path.cwd())},
         source_run_id=_string(_read(layout.TRAIN_RUN), "run_id", layout.TRAIN_RUN),
         params=_answering(params),
         dvc_md5=lineage.lock_digests(layout.DVC_LOCK).get(str(layout.POLICY)),
@@ -64,6 +64,7 @@ def register(context: StageContext) -> None:
         max_pictures=params.registry.evaluation_pictures,
     )
     context.run.set_tags({evaluations.TRAINED_BY_TAG: candidate.source_run_id or ""})
+    context.run.set_tags(accepted.tags(Path.cwd()))
     registration = context.run.patiently(
         lambda: registry.register(
             context.run,

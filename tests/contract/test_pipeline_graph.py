@@ -121,7 +121,7 @@ def test_declared_params_are_those_that_the_code_of_a_stage_reads(
 
 def test_outs_are_the_paths_of_layout(stages: dict[str, Stage]) -> None:
     outs = {path for stage in stages.values() for path in paths(stage, "outs", "metrics", "plots")}
-    inputs = {"PARAMS", "DVC_YAML", "DVC_LOCK", "STATE", "REPORT"}
+    inputs = {"PARAMS", "DVC_YAML", "DVC_LOCK", "STATE", "REPORT", "ACCEPTED"}
     known = {
         str(value)
         for name, value in inspect.getmembers(layout)
