@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import mlflow
-from mlflow.artifacts import list_artifacts
 from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from polyturn import dvc_objects
 from polyturn.params import Params
@@ -89,19 +89,20 @@ def _lost(root: Path, md5: str) -> list[str]:
 
 
 def _has_weights(store: Store, source: str) -> bool:
-    # A models:/ address is resolved by mlflow's process-wide store.
-    mlflow.set_tracking_uri(store.addresses.uri)
-    mlflow.set_registry_uri(store.addresses.uri)
+    model = store.client.get_logged_model(source.removeprefix("models:/"))
+    repository = get_artifact_repository(
+        str(model.artifact_location), tracking_uri=store.addresses.uri
+    )
     try:
-        return any(name.endswith(".safetensors") for name in _names(source, store.addresses.uri))
+        return any(name.endswith(".safetensors") for name in _names(repository))
     except (MlflowException, OSError) as error:
         logger.warning("%s cannot be listed: %s", source, error)
         return False
 
 
-def _names(source: str, uri: str) -> Iterator[str]:
-    for item in list_artifacts(source, tracking_uri=uri):
+def _names(repository: ArtifactRepository, directory: str | None = None) -> Iterator[str]:
+    for item in repository.list_artifacts(directory):
         if item.is_dir:
-            yield from _names(f"{source}/{Path(str(item.path)).name}", uri)
+            yield from _names(repository, str(item.path))
         else:
             yield str(item.path)
