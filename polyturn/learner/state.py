@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from polyturn.learner.offload import local
 
@@ -34,6 +37,16 @@ _RANKS = "num_ranks"
 
 class StateError(ValueError):
     """A directory does not hold the state of this learner; the message names the tensors."""
+
+
+class DiskWriter(FileSystemWriter):
+    """Tells of a full disk by the OSError that it is: errors reach other ranks without their causes."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _os_error(error) or error from None
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,7 @@ class LearnerState:
         with told_plainly():
             save(
                 dict(tensors),
-                storage_writer=FileSystemWriter(directory),
+                storage_writer=DiskWriter(directory),
                 process_group=self.group,
                 no_dist=self.group is None,
             )
@@ -166,9 +179,14 @@ def _cause(error: CheckpointException) -> Exception:
     """What went wrong on a rank; a full disk comes out as the OSError that it is."""
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:
-        seen: BaseException | None = cause
-        while seen is not None:
-            if isinstance(seen, OSError):
-                return seen
-            seen = seen.__cause__ or seen.__context__
+        if (found := _os_error(cause)) is not None:
+            return found
     return RuntimeError(f"learner state: {causes[0]}")
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """The error of the disk that another one comes from."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    return seen

@@ -24,13 +24,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from polyturn.learner.megatron.optimizer import MOMENTS, Part, Stepper
 from polyturn.learner.megatron.parallel import Layout
-from polyturn.learner.state import StateError, told_plainly
+from polyturn.learner.state import DiskWriter, StateError, told_plainly
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class _Writer(TorchDistSaveShardedStrategy):
         with told_plainly():
             save(
                 mcore_to_pyt_state_dict(sharded, False),
-                storage_writer=FileSystemWriter(checkpoint_dir),
+                storage_writer=DiskWriter(checkpoint_dir),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             )
 
