@@ -20,7 +20,7 @@ def main(url: str, host: str, body: str | None = None) -> int:
         headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
     request = urllib.request.Request(url, body.encode() if body else None, headers)
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=8) as answer:
             return 0 if answer.status == 200 else 1
     except (urllib.error.URLError, OSError) as error:
         sys.stderr.write(f"{url} as {host}: {error}\n")

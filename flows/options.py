@@ -7,10 +7,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from polyturn.params import ParamsError
+
 Pool = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 
 
-class StagesError(ValueError):
+class StagesError(ParamsError):
     """The flow's parameter `stages` is wrong; nothing has been touched."""
 
 

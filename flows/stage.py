@@ -27,7 +27,10 @@ from flows import dvc_commands as dvc
 from flows import graph
 from flows.options import StageOptions
 from flows.place import ROOT, Identity, Place, open_worktree
-from polyturn import layout, workspace
+from polyturn import layout, params, workspace
+from polyturn.tracking.orphans import close_lost
+from polyturn.tracking.store import connect
+from tasks.context import PARENT_RUN
 from tasks.failure import FAILURE, Outcome
 from tasks.stage import Result, StageFailedError, StageReport, run_dvc_stage
 
@@ -135,11 +138,23 @@ def run_elsewhere(
         retries=options.retries,
     )
     with get_client(sync_client=True) as client:
-        handover = _wait(client, _ask(job, options), stage_name)
+        run = _ask(job, options)
+        try:
+            handover = _wait(client, run, stage_name)
+        except StageLostError:
+            _close_mlflow_run(place.root, job)
+            raise
     for path, text in handover.files.items():
         (place.root / path).write_text(text)
     dvc.bring(place.root, dvc.cached_outs(place.root, stage_name))
     return StageReport(stage_name, handover.result or "ran", time.monotonic() - started)
+
+
+def _close_mlflow_run(root: Path, job: StageJob) -> None:
+    """The stage's run in MLflow, which its process could not close any more."""
+    if parent := job.env.get(PARENT_RUN):
+        store = connect(params.load(root / layout.PARAMS).tracking, root)
+        close_lost(store, parent, job.stage, "its worker is gone")
 
 
 def _ask(job: StageJob, options: StageOptions) -> FlowRun:

@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
 from polyturn import family, processes
+from polyturn.lease import LeaseError
 from polyturn.params import ParamsError
 from polyturn.progress import ProgressLine, parse_line
 from polyturn.workspace import WorkspaceError
@@ -65,7 +66,7 @@ class _WithoutTraceback(logging.Filter):
     """These errors say all in their message; where the flow noticed them says nothing."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        told = StageFailedError | ParamsError | WorkspaceError
+        told = StageFailedError | ParamsError | WorkspaceError | LeaseError
         if record.exc_info and isinstance(record.exc_info[1], told):
             record.exc_info = None
         return True

@@ -43,12 +43,27 @@ def close_orphans(store: Store) -> list[str]:
     for run in running:
         reason = _cause_of_death(run.data.tags)
         if reason:
-            run_id = str(run.info.run_id)
-            store.client.log_batch(run_id, tags=[RunTag("ended_by", reason)])
-            store.client.set_terminated(run_id, "KILLED")
-            logger.warning("run %s was left open (%s): marked KILLED", run_id, reason)
-            dead.append(run_id)
+            _close(store, str(run.info.run_id), reason)
+            dead.append(str(run.info.run_id))
     return dead
+
+
+def close_lost(store: Store, parent_run_id: str, stage: str, reason: str) -> list[str]:
+    """Mark the RUNNING runs of `stage` nested in a run as KILLED: their worker is known to be gone; returns their ids."""
+    wanted = (
+        f"attributes.status = 'RUNNING' and tags.stage = '{stage}' "
+        f"and tags.`mlflow.parentRunId` = '{parent_run_id}'"
+    )
+    lost = [str(run.info.run_id) for run in store.client.search_runs([store.experiment_id], wanted)]
+    for run_id in lost:
+        _close(store, run_id, reason)
+    return lost
+
+
+def _close(store: Store, run_id: str, reason: str) -> None:
+    store.client.log_batch(run_id, tags=[RunTag("ended_by", reason)])
+    store.client.set_terminated(run_id, "KILLED")
+    logger.warning("run %s was left open (%s): marked KILLED", run_id, reason)
 
 
 def _cause_of_death(tags: Mapping[str, str]) -> str | None:

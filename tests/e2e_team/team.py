@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ from typing import Any
 
 import httpx
 
-from polyturn import layout, workspace
+from polyturn import layout, processes, workspace
+from polyturn.processes import Process
 from tests.e2e_team import services
 from tests.e2e_team.services import BUCKET, S3, Postgres, Service
 from tests.toy_project import ToyProject, wait_until
@@ -108,11 +110,12 @@ class Team:
         ToyProject(seed).commit()
         subprocess.run(["git", "clone", "-q", "--bare", str(seed), str(self.origin)], check=True)
 
-    def checkout(self, name: str) -> ToyProject:
+    def checkout(self, name: str, *, branch: str = "main") -> ToyProject:
         """A clone of the shared repository, as on a host of its own (its own DVC cache and state)."""
         path = self.directory / "hosts" / name / "polyturn"
         path.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["git", "clone", "-q", str(self.origin), str(path)], check=True)
+        clone = ["git", "clone", "-q", "--branch", branch, str(self.origin), str(path)]
+        subprocess.run(clone, check=True)
         for key, value in (("user.name", name), ("user.email", f"{name}@example.org")):
             subprocess.run(["git", "config", key, value], cwd=path, check=True)
         return ToyProject(path)
@@ -216,6 +219,12 @@ class Team:
                 found[record["tags"].get("stage", record["name"])] = record
         return found
 
+    def mlflow_statuses(self, flow_run_name: str, stage: str) -> list[str]:
+        """How the MLflow runs of a stage of a flow run ended, oldest first."""
+        parent = self.mlflow_runs(flow_run_name)["pipeline"]["id"]
+        wanted = f"tags.`mlflow.parentRunId` = '{parent}' and tags.stage = '{stage}'"
+        return [run["info"]["status"] for run in reversed(self._search(wanted))]
+
     def _search(self, wanted: str) -> list[Any]:
         base = f"{self.mlflow_url}/api/2.0/mlflow"
         experiments = httpx.post(f"{base}/experiments/search", json={"max_results": 100}, timeout=30).json()  # fmt: skip
@@ -237,11 +246,25 @@ def _record(run: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file."""
-    return json.loads(path.read_text())
+def host_processes(checkout: ToyProject) -> list[Process]:
+    """The living processes of the host that `checkout` stands for: its worker, its runs, their stages and children."""
+    entry = f"POLYTURN_ROOT={checkout.path}".encode()
+    found: list[Process] = []
+    for directory in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if directory.name.isdigit() and entry in (directory / "environ").read_bytes().split(
+                b"\0"
+            ):
+                process = processes.find(int(directory.name))
+                found += [process] if process and process.is_alive else []
+    return found
 
 
-def home_env(checkout: ToyProject) -> dict[str, str]:
-    """The environment in which commands of a checkout find its modules."""
-    return {"PYTHONPATH": str(checkout.path), "HOME": os.environ.get("HOME", "/")}
+def lose(checkout: ToyProject) -> None:
+    """What happens to a host: its processes end without a word, its disk is gone."""
+    while alive := host_processes(checkout):
+        for process in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.1)
+    shutil.rmtree(checkout.path.parent)
