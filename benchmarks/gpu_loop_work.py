@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw
 from benchmarks import shapes
 from benchmarks.shapes import Shape
 from polyturn.envs.base import Observation, image_record
+from polyturn.envs.zoom import REGIONS, cut, region_box
 from polyturn.model import Policy
 from polyturn.params import RewardParams
 from polyturn.processor import save_processor
@@ -130,6 +131,23 @@ class Asker:
 def build_env(problem: Problem, params: Mapping[str, object]) -> Asker:
     """Make an Asker; params["slow_s"]: seconds of a slow step (0: none is slow)."""
     return Asker(problem, float(str(params.get("slow_s", 0.0))))
+
+
+class Shower:
+    """Shows a region of the picture after every reply, which one depends on the reply, and is never done."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._picture = problem.images[0]
+
+    def step(self, response_text: str) -> tuple[Observation, bool, dict[str, object]]:
+        """A quarter of the picture."""
+        region = list(REGIONS)[sum(response_text.encode()) % 4]
+        return Observation(SHOWN, (cut(self._picture, region_box(region, 0.25)),)), False, {}
+
+
+def build_shower(problem: Problem) -> Shower:
+    """Make a Shower."""
+    return Shower(problem)
 
 
 def share_of_odd_ids(trajectory: Trajectory, problem: Problem, *, params: RewardParams) -> float:
