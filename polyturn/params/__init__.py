@@ -145,9 +145,21 @@ def _describe(item: Mapping[str, object]) -> str:
     path = cast("tuple[str | int, ...]", item["loc"])
     key = ".".join(str(part) for part in path) or "(top level)"
     if item["type"] == "extra_forbidden":
-        return f"{key} is not a key of polyturn; known here: {', '.join(_siblings(path))}"
+        return f"{key} is not a key of polyturn; known here: {', '.join(_siblings(path))}{_namesakes(path)}"
     message = str(item["msg"]).removeprefix("Value error, ")
     return f"{key}: {message}, got {json.dumps(item.get('input'), default=str)[:200]}"
+
+
+def _namesakes(path: Sequence[str | int]) -> str:
+    """Keys of that name in other sections: train.lr is learner.lr."""
+    found = [
+        f"{name}.{path[-1]}"
+        for name, field in Params.model_fields.items()
+        if isinstance(field.annotation, type)
+        and issubclass(field.annotation, BaseModel)
+        and str(path[-1]) in field.annotation.model_fields
+    ]
+    return f"; did you mean {' or '.join(found)}?" if found and len(path) > 1 else ""
 
 
 def _siblings(path: Sequence[str | int]) -> list[str]:

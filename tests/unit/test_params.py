@@ -25,7 +25,7 @@ def test_params_yaml_of_the_checkout_is_valid(root: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"train": {"stepz": 3}}, "train.stepz is not a key of polyturn; known here: checkpoint_every"),
+        ({"train": {"stepz": 3}}, "train.stepz is not a key of polyturn; known here: async_steps, checkpoint_every"),
         ({"trian": {}}, "trian is not a key of polyturn; known here: data, doctor"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size: Input should be greater than or equal to 2, got 1"),
         ({"learner": {"lr": "fast"}}, 'learner.lr: Input should be a valid number, unable to parse string as a number, got "fast"'),
@@ -96,3 +96,15 @@ def test_a_dotted_override_reaches_its_key_alone() -> None:
         "seed": 1,
     }
     assert tree["train"] == {"steps": 5, "eval_every": 2}
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("train.lr", "learner.lr"), ("model.steps", "train.steps"), ("data.nope", "")],
+)
+def test_a_key_of_another_section_is_pointed_out(key: str, meant: str) -> None:
+    section, _, name = key.partition(".")
+    with pytest.raises(ParamsError) as caught:
+        params.parse({section: {name: 1}})
+    assert str(caught.value).endswith(f"; did you mean {meant}?") == bool(meant)
+    assert "\n" not in str(caught.value)
