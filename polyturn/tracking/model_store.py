@@ -62,6 +62,29 @@ def store_policy(
         MlflowException: the store refuses or does not answer.
     """
     is_external = _is_external(policy, max_size)
+    model_id = upload(store, policy, tags=tags, source_run=source_run, is_external=is_external)
+    try:
+        check(store, f"models:/{model_id}", policy)
+    except BaseException:
+        store.client.finalize_logged_model(model_id, LoggedModelStatus.FAILED)
+        raise
+    store.client.finalize_logged_model(model_id, LoggedModelStatus.READY)
+    return model_id
+
+
+def upload(
+    store: Store,
+    policy: Policy,
+    *,
+    tags: Mapping[str, str],
+    source_run: str | None,
+    is_external: bool,
+) -> str:
+    """Make a LoggedModel, still pending, and write its files: straight to S3 where that is the artifact store.
+
+    Raises:
+        MlflowException: the store refuses or does not answer.
+    """
     own = {**tags, EXTERNAL_TAG: str(is_external).lower()}
     if policy.dvc_md5:
         own[DVC_TAG] = policy.dvc_md5
@@ -72,12 +95,10 @@ def store_policy(
     )
     model_id = str(model.model_id)
     try:
-        _upload(store, model_id, policy, is_external=is_external)
-        check(store, f"models:/{model_id}", policy)
+        _write(store, model_id, policy, is_external=is_external)
     except BaseException:
         store.client.finalize_logged_model(model_id, LoggedModelStatus.FAILED)
         raise
-    store.client.finalize_logged_model(model_id, LoggedModelStatus.READY)
     return model_id
 
 
@@ -114,7 +135,7 @@ def _is_external(policy: Policy, max_size: int) -> bool:
     return policy.dvc_md5 is not None
 
 
-def _upload(store: Store, model_id: str, policy: Policy, *, is_external: bool) -> None:
+def _write(store: Store, model_id: str, policy: Policy, *, is_external: bool) -> None:
     with TemporaryDirectory() as scratch:
         files = Path(scratch) / FLAVOUR
         flavour.write(files, policy.params, policy.root)

@@ -262,7 +262,9 @@ def s3(directory: Path) -> S3:
         "s3",
         [
             str(program), "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            "-master.volumeSizeLimitMB=256", "-volume.max=100", "-filer", "-s3", f"-s3.config={directory}/s3.json", *chosen,
+            "-master.volumeSizeLimitMB=256", "-volume.max=100", "-filer", "-s3", f"-s3.config={directory}/s3.json",
+            "-s3.port.iceberg=0", "-s3.port.lance=0",  # their fixed ports would allow one server a machine
+            *chosen,
         ],
         directory / "weed.log",
         lambda: _make_bucket(server),
