@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -11,9 +12,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
+from prefect.cache_policies import NO_CACHE
+from prefect.tasks import Task
 
+from flows import evaluate, publish
+from flows.stage import run_elsewhere
 from polyturn import processes
+from tasks.stage import run_dvc_stage
 from tests.toy_project import ToyProject, wait_until
 
 pytestmark = pytest.mark.slow
@@ -88,6 +95,67 @@ def test_another_failure_is_tried_once_more(toy: Toy, server: dict[str, str]) ->
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("Running stage 'one'") == 2
     assert project.runs()["one"] == ["FAILED", "FINISHED"]
+
+
+def test_an_exception_fails_the_run_everywhere_and_is_named(
+    toy: Toy, server: dict[str, str]
+) -> None:
+    """PIPE-02: FAILED in MLflow with class and message, Failed in Prefect, exit code 1."""
+    project = toy(one='raise KeyError("reward")', two="pass")
+    result = project.run(*FLOW, **server)
+    assert result.returncode == 1
+    assert result.stdout.count("Running stage 'one'") == 2, "tried again once"
+    runs = project.runs()
+    assert runs.pop("one") == ["FAILED", "FAILED"]
+    assert list(runs.values()) == [["FAILED"]], "the run around them"
+    code = (
+        "from mlflow import MlflowClient as C; c = C('sqlite:///mlflow.db');"
+        "rs = c.search_runs([e.experiment_id for e in c.search_experiments()], \"tags.stage = 'one'\");"
+        "print(rs[0].data.tags['error.class'], rs[0].data.tags['error.message'])"
+    )
+    told = project.run(sys.executable, "-W", "ignore", "-c", code).stdout.splitlines()[-1]
+    assert told == "KeyError 'reward'"
+    states = httpx.post(f"{server['PREFECT_API_URL']}/flow_runs/filter", json={"limit": 1, "sort": "START_TIME_DESC"})  # fmt: skip
+    assert states.json()[0]["state"]["type"] == "FAILED"
+    assert "stage one: KeyError: 'reward'" in states.json()[0]["state"]["message"]
+
+
+def test_a_flow_waits_for_a_lock_of_another_dvc(toy: Toy, server: dict[str, str]) -> None:
+    """PIPE-16: `dvc repro` of a stage is at work in the same checkout; the flow waits, and both succeed."""
+    project = toy(one='Path("started").touch(); time.sleep(12)', two="pass")
+    other = project.start("dvc", "repro", "one")
+    wait_until((project.path / "started").exists, seconds=60)
+    result = project.run(*FLOW, **server)
+    output, _ = other.communicate(timeout=60)
+    assert other.returncode == 0, output
+    assert result.returncode == 0, result.stdout
+    assert project.runs()["one"] == ["FINISHED"]
+
+
+@pytest.mark.parametrize("task", [run_dvc_stage, run_elsewhere, publish.publish, evaluate.score])
+def test_tasks_take_paths_and_names_and_nothing_of_theirs_is_cached(
+    task: Task[..., object],
+) -> None:
+    """PIPE-29: no tensors, pictures or clients between tasks, so that there is nothing for Prefect to hash."""
+    assert task.cache_policy == NO_CACHE
+    assert not task.persist_result
+    plain = {"str", "Path", "Mapping[str, str]", "Sequence[str]", "Place", "StageOptions", "str | None"}  # fmt: skip
+    kinds = {p.annotation for p in inspect.signature(task.fn).parameters.values()}
+    assert kinds <= plain
+
+
+def test_a_name_at_work_is_refused(toy: Toy, server: dict[str, str]) -> None:
+    """Two runs of one name would work in one worktree."""
+    project = toy(one='Path("../../../started").touch(); time.sleep(60)')
+    code = "from flows.pipeline import pipeline; pipeline.with_options(flow_run_name='twin')()"
+    first = project.start(sys.executable, "-c", code, **server)
+    wait_until((project.path / "started").exists, seconds=90)
+    second = project.run(sys.executable, "-c", code, **server)
+    assert second.returncode != 0
+    assert "a run called twin is already running as pid" in second.stdout
+    assert (project.path / ".polyturn/worktrees/twin/params.yaml").exists(), "that of the first"
+    os.kill(first.pid, signal.SIGTERM)
+    first.communicate(timeout=60)
 
 
 def test_wrong_overrides_stop_before_anything_runs(toy: Toy, server: dict[str, str]) -> None:
