@@ -233,6 +233,16 @@ def test_a_fresh_clone_pulls_the_results_and_has_nothing_to_run(
     shutil.rmtree(clone.path.parent)
 
 
+def test_the_champion_is_scored_by_a_deployment(
+    team: Team, first_runs: Mapping[str, FlowRun]
+) -> None:
+    asked = {"request": {"num": 4, "greedy": True}, "overrides": OVERRIDES["alice"]}
+    run = team.wait(team.submit("evaluate/champion", "scored", **asked))
+    assert run.state == "COMPLETED", team.logs(run.id)
+    assert "accuracy on 4 problems" in team.artifacts(run.id)["evaluation"]
+    assert "Running stage" not in team.logs(run.id), "the problems come from DVC's cache"
+
+
 def test_a_run_is_stopped_by_its_name_from_another_machine(
     team: Team, first_runs: Mapping[str, FlowRun], alice: ToyProject
 ) -> None:
