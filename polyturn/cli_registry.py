@@ -16,6 +16,8 @@ def add(command: AddCommand) -> None:
     """Add the subcommands; `command(name, about)` makes a parser for one."""
     _add_compare(command("compare", "compare two versions or runs on the same evaluation set"))
     _add_promote(command("promote", "move the champion alias, by the promotion rule or by hand"))
+    card = command("card", "write the run card of this checkout: runs/card.html and runs/card.md")
+    card.set_defaults(run=_card)
     _add_reproduce(command("reproduce", "run a past run again from its record, and compare"))
 
 
@@ -97,3 +99,11 @@ def _reproduce(chosen: argparse.Namespace) -> int:
     kept = reproduce.publish(found, text, tracking, root)
     print(f"{text}\n{kept}")
     return 0 if found.is_same else 1
+
+
+def _card(chosen: argparse.Namespace) -> int:
+    from polyturn import card_cli
+
+    del chosen
+    print("\n".join(str(path) for path in card_cli.run(Path.cwd())))
+    return 0

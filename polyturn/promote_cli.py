@@ -152,6 +152,8 @@ def _told(entry: Entry, alias: str, reason: str, moved: Move | None) -> list[str
 def _line(label: str, alias: str, reason: str, moved: Move | None) -> str:
     if moved is None:
         return f"{label} is {alias} already: {reason}"
+    if moved.before == moved.version:
+        return f"{label} stays {alias}: {reason}"
     before = f" (before: v{moved.before})" if moved.before else ""
     return f"{label} is {alias} now{before}: {reason}"
 

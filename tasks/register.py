@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from polyturn import accepted, evaluation_set, layout, results, tracking
+from polyturn import accepted, card_cli, evaluation_set, layout, results, tracking
 from polyturn.params import Params, load
 from polyturn.pictures import Pictures
 from polyturn.report.data import picture_directories, read_run
@@ -79,6 +79,8 @@ def register(context: StageContext) -> None:
     context.run.log_artifact(layout.METRICS)
     _log_traces(context)
     write_json(layout.REGISTERED, asdict(registration))
+    for page in card_cli.write(Path.cwd(), context.run.store):
+        context.run.log_artifact(page)
 
 
 def _scores(metrics: Mapping[str, object]) -> Mapping[str, float]:

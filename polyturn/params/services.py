@@ -46,7 +46,7 @@ class TrackingParams(Section):
 class StorageParams(Section):
     """The bucket that machines share; addresses only, never part of a result. Credentials come from the environment."""
 
-    # s3://BUCKET/PREFIX: DVC's default remote (`polyturn storage` or any run in a worktree writes it to .dvc/config.local).
+    # s3://BUCKET/PREFIX: DVC's default remote (`polyturn storage`, and any run in a worktree, write it to .dvc/config.local).
     url: Annotated[str, Field(pattern=r"^s3://[^/]+")] | None = None
     endpoint_url: str | None = None  # of a server other than AWS; also of train.work_uri
 
@@ -58,3 +58,5 @@ class DoctorParams(Section):
     allow: tuple[str, ...] = ()  # red checks of `polyturn doctor` that do not stop a run, by name
     # Of the machine on which a stage runs, by stage or "default"; `polyturn plan` shows costs where there is one.
     prices_per_hour: Mapping[str, NonNegativeFloat] = {}
+    # Dense bfloat16 TFLOP/s of one GPU, for the utilisation on the run card; None: by the GPU's name.
+    peak_tflops: PositiveFloat | None = None

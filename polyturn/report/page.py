@@ -107,12 +107,12 @@ def build_page(run: RunData, reader: TokenReader) -> Page:
         subtitle=_subtitle(run),
         headline=_headline(run),
         tiles=_tiles(run),
-        reward_chart=_reward_chart(run) if reward else None,
+        reward_chart=reward_chart(run) if reward else None,
         reward_note=_reward_note(reward) + _environments_note(run),
         has_band=bool(run.curve.get("reward_low")),
         has_validation=any(v is not None for v in run.curve.get("eval_accuracy", ())),
         small_charts=_small_charts(run),
-        bars=_bars(run),
+        bars=accuracy_bars(run),
         score_table=score_table(run),
         exhibits=[Exhibit(show(entry, reader), label) for entry, label in choose(run)],
         exhibit_source=run.exhibits.source,
@@ -247,7 +247,8 @@ def _tiles(run: RunData) -> list[Fact]:
     return tiles
 
 
-def _reward_chart(run: RunData) -> Markup:
+def reward_chart(run: RunData) -> Markup:
+    """Reward by step with its band, and the validation accuracies."""
     curve = run.curve
     lines = [
         Line(
@@ -312,7 +313,8 @@ def _last_value(line: Line, *, alone: bool) -> str:
     return short(value) if alone else f"{line.label} {short(value)}"
 
 
-def _bars(run: RunData) -> Markup | None:
+def accuracy_bars(run: RunData) -> Markup | None:
+    """Accuracies with intervals; None without an evaluation."""
     bars = [
         Bar(
             f"{NAMES[policy]}, {MODE_NAMES[mode]}",

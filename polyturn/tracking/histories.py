@@ -31,3 +31,11 @@ def names(store: Store, run_id: str) -> list[str]:
         return sorted(store.client.get_run(run_id).data.metrics)
     except MlflowException:
         return []
+
+
+def tags(store: Store, run_id: str) -> dict[str, str]:
+    """A run's tags; {} for a run that the store does not know."""
+    try:
+        return dict(store.client.get_run(run_id).data.tags)
+    except MlflowException:
+        return {}

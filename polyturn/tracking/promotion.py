@@ -117,12 +117,15 @@ def decide(found: Comparison, rule: Rule) -> Verdict:
 def move(store: Store, name: str, version: int, alias: str, reason: str) -> Move | None:
     """Give the alias to a version, with reason, time and user as its tags and in the model's history.
 
-    Nothing happens, and None comes back, where it has the alias already. A champion is no challenger any more.
+    Nothing happens, and None comes back, where it has the alias for that reason already, or is champion already. A
+    champion is no challenger any more.
     """
     holder = _holder(store, name, alias)
     before = int(holder.version) if holder else None
-    if before == version:
-        return None
+    if holder is not None and before == version:
+        is_known = holder.tags.get(_REASON.format(alias)) == reason
+        if is_known or alias == CHAMPION:
+            return None
     entry = Move(_now(), promoter(), alias, version, before, reason)
     client = store.client
     key = f"{_HISTORY}{entry.at.partition('+')[0]}.{uuid.uuid4().hex[:6]}"

@@ -1,0 +1,33 @@
+"""`polyturn card`: the run card of this checkout, with what MLflow knows of its training run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from polyturn import layout, params
+from polyturn.report.card import TrainingRun, write_card
+from polyturn.report.data import read_run
+from polyturn.report.work import METRICS
+from polyturn.tracking import histories
+from polyturn.tracking.store import Store, connect
+
+
+def run(root: Path) -> tuple[Path, Path]:
+    """Write runs/card.html and runs/card.md.
+
+    Raises:
+        ValueError: params.yaml is wrong, or the store does not answer.
+    """
+    store = connect(params.load(root / layout.PARAMS).tracking, root)
+    return write(root, store)
+
+
+def write(root: Path, store: Store) -> tuple[Path, Path]:
+    """The same with a store that is open already."""
+    run_id = ""
+    if (root / layout.TRAIN_RUN).is_file():
+        run_id = str(json.loads((root / layout.TRAIN_RUN).read_text()).get("run_id", ""))
+    known = histories.tags(store, run_id) if run_id else {}
+    history = histories.read(store, run_id, METRICS) if known else {}
+    return write_card(root, read_run(root), TrainingRun(run_id, known, history))
