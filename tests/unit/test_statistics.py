@@ -111,3 +111,56 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int, c: int, k
 def test_pass_at_k_refuses_more_draws_than_samples():
     with pytest.raises(ValueError, match="k 5, num_samples 4"):
         pass_at_k(4, 1, 5)
+
+
+def promotions(
+    n: int, accuracy: float, *, shared: float, gain: float = 0.0, seed: int = 0
+) -> float:
+    """How often the promotion rule (lower bound of the paired difference above `gain`) says yes, when the second policy
+    is better by exactly `gain`; `shared` is the share of problems that both solve or fail together."""
+    alone = (1 - shared) * accuracy * (1 - accuracy)
+    chances = [alone + gain / 2, alone - gain / 2]
+    drawn = np.random.default_rng(seed).multinomial(n, [*chances, 1 - sum(chances)], size=1500)
+    counts, times = np.unique(drawn, axis=0, return_counts=True)
+    said_yes = 0
+    for (up, down, same), number in zip(counts, times, strict=True):
+        first = np.repeat([0.0, 1.0, 0.0], [up, down, same])
+        second = np.repeat([1.0, 0.0, 0.0], [up, down, same])
+        low = paired_difference(first, second, num_samples=400, seed=int(up)).low
+        said_yes += int(number) * (low > gain)
+    return said_yes / 1500
+
+
+@pytest.mark.parametrize("n", [64, 256])
+@pytest.mark.parametrize("accuracy", [0.05, 0.3, 0.5, 0.95])
+@pytest.mark.parametrize("shared", [0.0, 0.6])
+def test_the_promotion_rule_is_fooled_in_at_most_5_percent(n: int, accuracy: float, shared: float):
+    assert promotions(n, accuracy, shared=shared) <= 0.05
+
+
+def test_the_promotion_rule_with_a_minimal_gain_is_fooled_in_at_most_5_percent():
+    assert promotions(256, 0.5, shared=0.5, gain=0.05) <= 0.05
+
+
+def test_the_promotion_rule_sees_a_gain_that_is_there():
+    # 15 points, 256 problems, half of them solved or failed together: a gain of about four standard errors.
+    alone = 0.5 * 0.25
+    drawn = np.random.default_rng(3).multinomial(
+        256, [alone + 0.075, alone - 0.075, 0.75], size=100
+    )
+    seen = [
+        paired_difference([0] * up + [1] * down + [0] * same, [1] * up + [0] * down + [0] * same, 400, 0).low > 0
+        for up, down, same in drawn
+    ]  # fmt: skip
+    assert sum(seen) >= 95
+
+
+@pytest.mark.parametrize("n", [64, 256])
+def test_coverage_of_the_paired_difference_is_at_least_93_percent(n: int):
+    truth, covered = 0.1, 0
+    drawn = np.random.default_rng(5).multinomial(n, [0.2, 0.1, 0.7], size=600)
+    for up, down, same in drawn:
+        first, second = [0] * up + [1] * down + [0] * same, [1] * up + [0] * down + [0] * same
+        found = paired_difference(first, second, 400, seed=0)
+        covered += found.low <= truth <= found.high
+    assert covered / 600 >= 0.93
