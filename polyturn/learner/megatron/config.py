@@ -102,6 +102,11 @@ def check_layout(facts: DecoderFacts, params: LearnerParams) -> None:
             "learner.sequence_parallel or a smaller learner.micro_batch_tokens to save memory"
         )
     ranks = params.tensor_parallel
+    if params.compile and ranks > 1:
+        raise MegatronError(
+            f"learner.compile: true does not go with learner.tensor_parallel: {ranks} (compiled layers hang in the "
+            "collectives that they share); set compile to false, or tensor_parallel to 1"
+        )
     for name, number in (
         ("attention heads", facts.num_heads),
         ("units of the MLP", facts.ffn_size),

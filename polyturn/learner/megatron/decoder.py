@@ -6,7 +6,6 @@ between weights is [T / ranks, 1, H].
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -52,6 +51,8 @@ def build_gpt(facts: DecoderFacts, config: TransformerConfig) -> GPTModel:
     for module in gpt.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
             _mark_split(module)
+        if isinstance(module, RowParallelLinear):
+            _name_group(module)
     return gpt.eval()
 
 
@@ -63,10 +64,18 @@ def _mark_split(module: ColumnParallelLinear | RowParallelLinear | VocabParallel
         set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
+def _name_group(layer: RowParallelLinear) -> None:
+    """Fill in an argument that the layer leaves out and then warns of, which would cut a compiled graph there."""
+    run = layer._forward_impl
+
+    def with_group(*arguments: object, **named: object) -> Tensor:
+        return run(*arguments, **{**named, "tp_group": layer.tp_group})
+
+    layer._forward_impl = with_group
+
+
 def compile_layers(gpt: GPTModel) -> None:
     """Fuse each layer's small kernels; attention, and collectives between ranks, stay as they are."""
-    # Row-parallel layers warn of an argument that they leave out themselves, which would cut each graph there.
-    torch._dynamo.config.reorderable_logging_functions.add(warnings.warn)
     fused.compile_modules(cast("nn.ModuleList", gpt.decoder.layers))
 
 

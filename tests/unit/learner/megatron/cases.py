@@ -44,9 +44,10 @@ def qwen3_untied() -> Policy:
         "num_heads": 4,
         "num_kv_heads": 2,
         "deepstack_layers": (0, 1),
-        "vocab_size": 501,
     }
-    return tiny.qwen3(tiny.SMALL.model_copy(update=chosen), seed=1)
+    policy = tiny.qwen3(tiny.SMALL.model_copy(update=chosen), seed=1)
+    policy.model.resize_token_embeddings(447)
+    return policy
 
 
 def qwen2_5() -> Policy:

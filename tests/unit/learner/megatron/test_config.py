@@ -70,6 +70,7 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_the_ranks() -> None:
     [
         ({"pipeline_parallel": 2}, "learner.pipeline_parallel: 2 is not built"),
         ({"context_parallel": 2}, "learner.context_parallel: 2 is not built"),
+        ({"tensor_parallel": 2, "compile": True}, "learner.compile: true does not go with"),
         ({"tensor_parallel": 3}, "must divide the model's 8 attention heads, got 3"),
         ({"tensor_parallel": 16}, "must divide the model's 8 attention heads, got 16"),
     ],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyturn import vision
 from polyturn.batching import collate
@@ -34,6 +35,7 @@ from tests.unit.learner.megatron.cases import (
     loss_of,
     moved,
     qwen3,
+    qwen3_untied,
     scored,
     without_pictures,
 )
@@ -123,6 +125,7 @@ def test_the_batch_of_these_tests_is_a_hard_one() -> None:
     assert len({span.length for span in batch.spans}) == len(batch.spans)
     assert any(span.prompt_stop < span.start for span in batch.spans), "a shared prompt"
     assert len(batch.image_rows) > len(batch.images) > 1
+    assert qwen3_untied().model.config.text_config.vocab_size % 2 == 1, "two ranks have to pad"
 
 
 def test_logits_are_those_of_hugging_faces_own_forward_pass() -> None:
@@ -151,6 +154,23 @@ def test_pads_without_features_are_an_error() -> None:
     model = built(qwen3(), ONE)
     with pytest.raises(ValueError, match="image pads in the batch, but 0 visual tokens"):
         model._decoder.states(batch_of(model.policy), [])
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_layers_run_a_second_time_in_the_backward_pass_only_on_request(is_asked_for: bool) -> None:
+    """Decoder layers and vision blocks, by a norm inside of each."""
+    model = built(qwen3(), ONE, activation_checkpointing=is_asked_for)
+    ran: list[nn.Module] = []
+    decoder_layers = cast("nn.ModuleList", model.language.decoder.layers)
+    blocks = cast("nn.ModuleList", model.visual.blocks)
+    inside = [layer.pre_mlp_layernorm for layer in decoder_layers] + [b.norm1 for b in blocks]
+    norms = cast("list[nn.Module]", inside)
+    for norm in norms:
+        norm.register_forward_pre_hook(lambda module, _: ran.append(module))
+    scores_ = model.score(batch_of(model.policy), with_tower=True)
+    ran.clear()
+    scores_.logprobs.sum().backward()
+    assert {ran.count(norm) for norm in norms} == {int(is_asked_for)}
 
 
 @pytest.mark.full  # tracing takes half a minute
