@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyturn import cli_registry
+from polyturn import cli_pipeline, cli_registry
 
 _SPLITS = ("train", "validation", "test")
 
@@ -27,30 +27,12 @@ def build_parser() -> argparse.ArgumentParser:
     use.add_argument("recipe", nargs="?", help="an overlay of recipes/, by name; none: list them")
     _add_pairs(use)
     use.set_defaults(run=_use)
-    plan = command(
-        "plan", "say which stages would run again, why, and what time and cost to expect"
-    )
-    plan.add_argument("--diff", action="store_true", help="also show the changed lines of code")
-    plan.set_defaults(run=_plan)
-    accept = command("accept", "keep a stage's outputs after an edit of code that does not change them")
-    accept.add_argument("stage", metavar="STAGE")
-    accept.add_argument("--reason", required=True, help="why; recorded in accepted.jsonl and MLflow")
-    accept.add_argument(
-        "--with-params", action="store_true", help="also after changes of the stage's params"
-    )
-    accept.set_defaults(run=_accept)
+    cli_pipeline.add(command)
     report = command("report", "write runs/report.html from the files of this checkout")
     report.set_defaults(run=_report)
     _add_view(command("view", "write a page with trajectories: tokens, pictures, calls, rewards"))
     _add_play(command("play", "be the policy by hand in an environment; needs no model"))
     _add_evaluate(command("evaluate", "score a policy on held-out problems, also without pictures"))
-    doctor = command("doctor", "check versions, GPU, disk, stores, servers, data and the newest model")
-    doctor.add_argument(
-        "--at-start",
-        action="store_true",
-        help="only the checks that training begins with, and of these only what is not green",
-    )
-    doctor.set_defaults(run=_doctor)
     _add_gc(command("gc", "remove what neither champion, last nor pinned runs need"))
     pin = command("pin", "keep an MLflow run, and what it needs, from `polyturn gc`")
     pin.add_argument("run_id", metavar="RUN_ID")
@@ -180,23 +162,6 @@ def _use(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(chosen: argparse.Namespace) -> int:
-    from polyturn import plan
-
-    print("\n".join(plan.lines(plan.read(Path.cwd()), with_diffs=chosen.diff)))
-    return 0
-
-
-def _accept(chosen: argparse.Namespace) -> int:
-    from polyturn import layout
-    from polyturn.accept import accept
-
-    done = accept(Path.cwd(), chosen.stage, reason=chosen.reason, with_params=chosen.with_params)
-    print(f"{done.stage}: outputs kept after edits of {', '.join(done.files) or 'params'}")
-    print(f"commit {layout.DVC_LOCK} and {layout.ACCEPTED} with the edit")
-    return 0
-
-
 def _report(chosen: argparse.Namespace) -> int:
     from polyturn.report.write import write_report
 
@@ -311,18 +276,6 @@ def _stop(chosen: argparse.Namespace) -> int:
         where = f"{chosen.target} ({stop_tag.ask(chosen.target, tracking, Path.cwd())}), elsewhere"
     print(f"asked the run {where} to end before its next step; the stage then succeeds")
     return 0
-
-
-def _doctor(chosen: argparse.Namespace) -> int:
-    from polyturn import doctor, layout, params
-
-    findings = doctor.examine(Path.cwd(), doctor.AT_START if chosen.at_start else doctor.CHECKS)
-    if chosen.at_start:
-        findings = [finding for finding in findings if finding.outcome == "failed"]
-    allowed = params.load(layout.PARAMS).doctor.allow
-    if findings:
-        print(doctor.told(findings, allowed, with_colour=sys.stdout.isatty()))
-    return 0 if doctor.is_healthy(findings, allowed) else 1
 
 
 def _grade(arguments: Sequence[str]) -> int:

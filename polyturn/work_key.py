@@ -18,7 +18,7 @@ from polyturn.params_tree import read_tree
 # not what a step computes (but for rounding).
 _NOT_IN_KEY = {
     "train": (
-        "steps", "checkpoint_every", "keep_checkpoints", "resume", "work_uri", "lease_s", "stop", "max_logprob_gap",
+        "steps", "checkpoint_every", "keep_checkpoints", "resume", "work_uri", "lease_s", "launcher", "launch", "stop", "max_logprob_gap",
     ),
     "learner": (
         "num_processes", "tensor_parallel", "sequence_parallel", "pipeline_parallel", "context_parallel",
@@ -30,7 +30,7 @@ _NOT_IN_KEY = {
     "rollout": ("blind_problems", "blind_min_change"),
     "sampler.sglang": (
         "urls", "num_servers", "gpu_offset", "memory_fraction", "weight_update", "bucket_mb", "release_memory",
-        "check_weights", "start_timeout_s", "request_timeout_s", "retries", "max_concurrency",
+        "check_weights", "check_tensors", "control_timeout_s", "start_timeout_s", "request_timeout_s", "retries", "max_concurrency",
     ),
 }  # fmt: skip
 _PACKAGES = (

@@ -102,6 +102,11 @@ def fetch_newer(found: Snapshots, work: Path) -> None:
         logger.info("train: fetched the checkpoint of step %d from %s", step, found.objects.address)
 
 
+def shared_directory(chosen: Params) -> Path:
+    """The work directory of a gang, which its hosts share and the stage on the first of them leases."""
+    return _shared(chosen.train.work_uri) / work_key("train", chosen)
+
+
 def _lease(objects: Objects, chosen: TrainParams, *, what: str) -> ObjectLease:
     held = ObjectLease(objects, _LEASE, seconds=chosen.lease_s, on_loss=_end_training)
     held.acquire(what)

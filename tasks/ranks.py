@@ -24,7 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from polyturn import layout, lease, params, processes, world
-from polyturn.params import LearnerParams, Params
+from polyturn.params import Params, TrainParams
+from polyturn.params.launch import RENDEZVOUS
 from polyturn.processes import Process
 from polyturn.recorder import MetricsSink
 from polyturn.tracking.run import attach_run
@@ -36,32 +37,38 @@ logger = logging.getLogger(__name__)
 
 _MODULE = "tasks.ranks"
 _MONITOR_S = 0.1  # between looks at the ranks
+_JOIN_S = 3600  # for the hosts of a gang to meet: the stage on the first one brings its inputs up to date before
 
 
-def run_ranks(chosen: LearnerParams, work: Path, run_id: str) -> None:
-    """Train on learner.num_processes ranks of this host; they log to the MLflow run `run_id`, and die with this process.
+def run_ranks(chosen: Params, work: Path, run_id: str) -> None:
+    """Train on learner.num_processes ranks; they log to the MLflow run `run_id`, and die with this process.
+
+    Those of this host are started here. In a gang (train.launcher) the agents of its hosts meet at the address that
+    `polyturn.launch` has put into the environment.
 
     Raises:
-        ValueError: there are fewer GPUs than ranks.
+        ValueError: there are fewer GPUs than ranks, or train.launcher asks for a gang and this is none.
         RankInputError, RankError: a rank failed; the message is that of the one that failed first.
     """
-    num_processes = chosen.num_processes
+    num_processes = chosen.ranks_per_node
     num_gpus = torch.cuda.device_count()
-    if chosen.device != "cpu" and 0 < num_gpus < num_processes:
+    if chosen.learner.device != "cpu" and 0 < num_gpus < num_processes:
         raise ValueError(
-            f"learner.num_processes is {num_processes}, but there are {num_gpus} GPUs here, and each process needs "
+            f"learner.num_processes asks for {num_processes} here, but there are {num_gpus} GPUs here, and each process needs "
             f"its own; set it to {num_gpus}, or learner.device to cpu"
         )
-    for rank in range(num_processes):
+    endpoint = _rendezvous(chosen.train)
+    for rank in range(chosen.learner.num_processes):
         _outcome_path(work, rank).unlink(missing_ok=True)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=chosen.train.launch.num_nodes,
+        max_nodes=chosen.train.launch.num_nodes,
         nproc_per_node=num_processes,
         run_id=work.name,
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
+        rdzv_endpoint=endpoint or "127.0.0.1:0",
+        rdzv_configs={"join_timeout": _JOIN_S, "read_timeout": _JOIN_S},
+        local_addr=None if endpoint else "127.0.0.1",
         max_restarts=0,
         monitor_interval=_MONITOR_S,
     )
@@ -77,6 +84,18 @@ def run_ranks(chosen: LearnerParams, work: Path, run_id: str) -> None:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise failure.Terminated from None
+
+
+def _rendezvous(train: TrainParams) -> str | None:
+    """HOST:PORT at which the agents of a gang meet; None for processes of this host alone."""
+    if train.launcher == "local":
+        return None
+    if endpoint := os.environ.get(RENDEZVOUS):
+        return endpoint
+    raise ValueError(
+        f"train.launcher: {train.launcher} is rendered only: `polyturn launch --dry-run` prints the job, which is yours "
+        "to submit; set it to local to train on this host"
+    )
 
 
 def _first_failure(work: Path, codes: dict[int, int]) -> Exception:

@@ -38,10 +38,10 @@ def body(ctx: StageContext) -> None:
     stop_request.announce(stop_request.Running(work, run_ids))
     stop_tag.watch(ctx.run, work)
     with place.working():
-        if params.learner.num_processes == 1:
+        if params.learner.num_processes == 1 and params.train.launcher == "local":
             training.train(params, work, ctx.run)
         else:
-            ranks.run_ranks(params.learner, work, ctx.run.run_id)
+            ranks.run_ranks(params, work, ctx.run.run_id)
     _publish(ctx, work)
 
 

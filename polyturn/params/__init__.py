@@ -87,6 +87,31 @@ class Params(Section):
             )
         return self
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Training processes of each host; one GPU each."""
+        return self.learner.num_processes // self.train.launch.num_nodes
+
+    @model_validator(mode="after")
+    def _gang(self) -> Params:
+        nodes, ranks = self.train.launch.num_nodes, self.learner.num_processes
+        if ranks % nodes:
+            raise ValueError(
+                f"learner.num_processes is {ranks}, which cannot be spread evenly over train.launch.num_nodes {nodes}; "
+                "make it a multiple"
+            )
+        if nodes > 1 and self.train.launcher == "local":
+            raise ValueError(
+                f"train.launch.num_nodes is {nodes}, but train.launcher: local starts processes of this host alone; set it "
+                "to 1, or the launcher to slurm or kubernetes"
+            )
+        if nodes > 1 and (not self.train.work_uri or "://" in self.train.work_uri):
+            raise ValueError(
+                f"train.work_uri must be a path that all {nodes} nodes share, since every rank writes its part of a "
+                f"checkpoint, got {self.train.work_uri!r}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _gap_to_correct(self) -> Params:
         if (

@@ -17,6 +17,7 @@ from polyturn.params.fields import (
     PositiveInt,
     Section,
 )
+from polyturn.params.launch import Launcher, LaunchParams
 
 
 class DynamicSamplingParams(Section):
@@ -83,6 +84,8 @@ class TrainParams(Section):
     # empty: .polyturn/work.
     work_uri: str = ""
     lease_s: PositiveFloat = 60.0  # silence after which a run on s3:// counts as dead
+    launcher: Launcher = "local"  # slurm, kubernetes: rendered by `polyturn launch --dry-run`
+    launch: LaunchParams = LaunchParams()
     warn_logprob_gap: PositiveFloat = (
         0.05  # mean |sampler - learner| logprob above which a step warns and counts an alarm
     )

@@ -112,7 +112,11 @@ def read_sections(source: str) -> set[str]:
 def test_declared_params_are_those_that_the_code_of_a_stage_reads(
     root: Path, stages: dict[str, Stage], name: str
 ) -> None:
-    frame = {"doctor", "storage", "tracking"}  # read by every stage's frame: addresses, never part of a result
+    frame = {
+        "doctor",
+        "storage",
+        "tracking",
+    }  # read by every stage's frame: addresses, never part of a result
     files = sync_dvc_deps.closure(root, [f"tasks/{name}.py"])
     code = [file for file in files if "report" not in Path(file).parts]  # shows, decides nothing
     read = set[str]().union(*(read_sections((root / file).read_text()) for file in code))
@@ -150,9 +154,17 @@ def test_files_for_git_are_not_cached(stages: dict[str, Stage]) -> None:
     assert stages["register"]["outs"] == [{"registered.json": {"cache": False}}]
 
 
-def test_the_plotted_columns_are_in_the_curve(stages: dict[str, Stage]) -> None:
+def test_the_plotted_columns_are_in_the_curve(root: Path) -> None:
     columns = curve_csv([{"rollout/raw_reward": 0.5}]).splitlines()[0].split(",")
-    (entry,) = stages["train"]["plots"]
-    assert isinstance(entry, dict)
-    plot = entry["artifacts/train_curve.csv"]
-    assert {plot["x"], plot["y"]} <= set(columns)
+    plots = yaml.safe_load((root / "dvc.yaml").read_text())["plots"]
+    assert len(plots) == 2
+    for entry in plots:
+        ((_, plot),) = entry.items()
+        assert plot["x"] == {"artifacts/train_curve.csv": "step"}
+        ((path, column),) = plot["y"].items()
+        assert path == "artifacts/train_curve.csv"
+        drawn = (root / ".dvc/plots" / f"{plot['template']}.json").read_text()
+        stem = column.removesuffix("_mean")
+        for name in (column, f"{stem}_low", f"{stem}_high"):
+            assert name in columns
+            assert f'"field": "{name}"' in drawn

@@ -43,6 +43,7 @@ def params(**changes: object) -> Params:
         {"train": {"resume": "never"}},
         {"train": {"work_uri": "/tmp/elsewhere"}},
         {"train": {"keep_checkpoints": 7}},
+        {"train": {"launcher": "slurm", "launch": {"hours": 2}, "lease_s": 5.0}},
         {"learner": {"num_processes": 2}},
         {"learner": {"num_processes": 4, "tensor_parallel": 2, "sequence_parallel": True}},
         {"learner": {"offload": True, "reshard_after_forward": False}},
