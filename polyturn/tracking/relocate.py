@@ -11,6 +11,7 @@ _COLUMNS = (
     ("runs", "artifact_uri"),
     ("logged_models", "artifact_location"),
     ("model_versions", "storage_location"),
+    ("trace_tags", "value"),  # mlflow.artifactLocation, where a trace's pictures are
 )
 
 

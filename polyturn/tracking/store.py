@@ -14,6 +14,7 @@ from typing import cast
 from urllib.parse import unquote, urlsplit
 
 from mlflow import MlflowClient
+from mlflow.entities import Experiment, LifecycleStage
 from mlflow.exceptions import MlflowException
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
@@ -100,16 +101,40 @@ def connect(tracking: TrackingParams, root: Path, *, wait_s: float = 0.0) -> Sto
             or the database cannot be used.
     """
     addresses = resolve(tracking, root)
-    if addresses.database is None:
-        _wait_for_server(addresses.uri, tracking.timeout_s, wait_s)
-    if addresses.artifacts and addresses.artifacts.startswith("s3://"):
+    outbox = main_checkout(root) / layout.STATE / "outbox"
+    end = time.monotonic() + wait_s
+    is_told = False
+    while True:
         try:
-            s3.check(addresses.artifacts, tracking.timeout_s)
+            return _connect(tracking, addresses, outbox)
+        except SilentServerError as error:
+            if time.monotonic() >= end:
+                raise
+            if not is_told:
+                logger.warning("%s; it is waited for, %g s (tracking.outage_s)", error, wait_s)
+                is_told = True
+            time.sleep(_POLL_S)
+
+
+def _connect(tracking: TrackingParams, addresses: Addresses, outbox: Path) -> Store:
+    if addresses.database is None:
+        check_server(addresses.uri, tracking.timeout_s)
+    _check_artifacts(addresses.artifacts, tracking.timeout_s)
+    with store_lock(addresses):
+        store, location = _open(addresses, tracking.experiment, outbox)
+    if (
+        location != addresses.artifacts
+    ):  # an experiment keeps its place, and a server has one of its own
+        _check_artifacts(location, tracking.timeout_s)
+    return store
+
+
+def _check_artifacts(location: str | None, timeout_s: float) -> None:
+    if location and location.startswith("s3://"):
+        try:
+            s3.check(location, timeout_s)
         except s3.S3Error as error:
             raise TrackingError(f"tracking.artifact_location {error}") from None
-    with store_lock(addresses):
-        outbox = main_checkout(root) / layout.STATE / "outbox"
-        return _open(addresses, tracking.experiment, outbox)
 
 
 def in_file(database: Path) -> Store:
@@ -119,22 +144,36 @@ def in_file(database: Path) -> Store:
     return Store(client, Addresses(uri, None), "0", database.parent / layout.STATE / "outbox")
 
 
-def _open(addresses: Addresses, experiment: str, outbox: Path) -> Store:
+def _open(addresses: Addresses, experiment: str, outbox: Path) -> tuple[Store, str]:
+    """The store, and where its experiment keeps artifacts."""
     try:
         client = MlflowClient(tracking_uri=addresses.uri, registry_uri=addresses.uri)
-        found = client.get_experiment_by_name(experiment)
-        if found is None:
-            _make_directory(addresses.artifacts)
-            experiment_id = client.create_experiment(experiment, addresses.artifacts)
-        else:
-            experiment_id = str(found.experiment_id)
-            _follow_a_move(addresses, str(found.artifact_location))
+        found = client.get_experiment_by_name(experiment) or _create(client, addresses, experiment)
+        _follow_a_move(addresses, str(found.artifact_location))
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        raise TrackingError(
+        is_away = isinstance(error, MlflowException) and error.get_http_status_code() >= 500
+        kind = SilentServerError if is_away and addresses.database is None else TrackingError
+        raise kind(
             f"tracking.uri {addresses.uri!r} cannot be used ({first_line(error)}); "
             "check the address, or set tracking.uri: sqlite:///mlflow.db"
         ) from None
-    return Store(client, addresses, experiment_id, outbox)
+    if found.lifecycle_stage == LifecycleStage.DELETED:
+        raise TrackingError(
+            f"tracking.experiment {experiment!r} was deleted at {addresses.uri!r}; restore it there, or name another"
+        )
+    return Store(client, addresses, str(found.experiment_id), outbox), str(found.artifact_location)
+
+
+def _create(client: MlflowClient, addresses: Addresses, name: str) -> Experiment:
+    _make_directory(addresses.artifacts)
+    try:
+        return client.get_experiment(client.create_experiment(name, addresses.artifacts))
+    except MlflowException as error:
+        # On a server, where no lock holds others off, somebody else may have been faster.
+        found = client.get_experiment_by_name(name)
+        if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
+            raise
+        return found
 
 
 def _follow_a_move(addresses: Addresses, stored: str) -> None:
@@ -185,21 +224,6 @@ def store_lock(addresses: Addresses) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _wait_for_server(uri: str, timeout_s: float, wait_s: float) -> None:
-    end = time.monotonic() + wait_s
-    is_told = False
-    while True:
-        try:
-            return check_server(uri, timeout_s)
-        except SilentServerError as error:
-            if time.monotonic() >= end:
-                raise
-            if not is_told:
-                logger.warning("%s; it is waited for, %g s (tracking.outage_s)", error, wait_s)
-                is_told = True
-            time.sleep(_POLL_S)
 
 
 def check_server(uri: str, timeout_s: float) -> None:

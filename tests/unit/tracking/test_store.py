@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,9 +19,16 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
 
-from polyturn.params import TrackingParams
+from polyturn import layout
+from polyturn.params import Params, RegistryParams, TrackingParams
+from polyturn.pictures import Pictures
+from polyturn.report.data import read_run
 from polyturn.tracking import TrackingError, open_run
+from polyturn.tracking.fetch_model import fetch_model
 from polyturn.tracking.store import connect, resolve
+from polyturn.tracking.traces import log_trajectories
+from tests.unit.fake_run import make_run
+from tests.unit.tracking.scored import candidate, submit
 
 
 def test_worktrees_share_the_main_checkouts_store(tmp_path: Path):
@@ -90,16 +98,23 @@ def test_two_processes_may_use_a_fresh_database_at_once(tmp_path: Path):
         racer.stdin.write("go\n")
         racer.stdin.flush()
     for racer in racers:
-        _, errors = racer.communicate(timeout=60)
+        _, errors = racer.communicate(timeout=300)
         assert racer.returncode == 0, errors
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     (experiment,) = client.search_experiments(filter_string="name = 'polyturn'")
     assert len(client.search_runs([experiment.experiment_id])) == 2
 
 
-def test_a_moved_project_finds_its_artifacts(project: Path, caplog: pytest.LogCaptureFixture):
+def test_a_moved_project_finds_its_artifacts(
+    project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Files of runs, a registered model, and the pictures of traces."""
+    trained = make_run(tmp_path / "trained")
+    pictures = Pictures([trained / layout.TRAJECTORIES / "png", trained / layout.IMAGES / "png"])
     with open_run(TrackingParams(), root=project, name="train") as old:
         old.log_text("hello", "note.txt")
+        log_trajectories(old, [(read_run(trained).exhibits.after[0], "policy")], pictures.data_uri)
+    submit(project, candidate(project, "a", 0.5))
     moved = project.with_name("moved")
     shutil.move(project, moved)
     with open_run(TrackingParams(), root=moved, name="evaluate") as run:
@@ -111,6 +126,45 @@ def test_a_moved_project_finds_its_artifacts(project: Path, caplog: pytest.LogCa
             download_artifacts(run_id=run_id, artifact_path=name, tracking_uri=uri)
         ).exists()
     assert run.artifact_uri.startswith(f"file://{moved}/")
+    chosen = Params(registry=RegistryParams(name="tiny policy"))
+    assert fetch_model("champion", tmp_path / "got", chosen, moved).is_dir()
+    (trace,) = run.store.client.search_traces(
+        locations=[run.store.experiment_id], run_id=old.run_id
+    )
+    place = trace.info.tags["mlflow.artifactLocation"].removeprefix("file://")
+    assert list(Path(place).rglob("*")), place
+    assert place.startswith(str(moved))
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_first_users_of_an_experiment_on_a_server_race(
+    project: Path, number: int, monkeypatch: pytest.MonkeyPatch
+):
+    """PIPE-05 where no file lock holds others off: each asks, finds none, and makes one."""
+    asked = threading.Barrier(number, timeout=30)
+    find = MlflowClient.get_experiment_by_name
+    seen = threading.local()
+
+    def together(client: MlflowClient, name: str):
+        found = find(client, name)
+        if not getattr(seen, "waited", False):
+            seen.waited = True
+            asked.wait()
+        return found
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", together)
+    monkeypatch.setattr("polyturn.tracking.store.store_lock", lambda _: nullcontext())
+    with ThreadPoolExecutor(number) as pool:
+        chosen = TrackingParams(experiment="fresh")
+        stores = list(pool.map(lambda _: connect(chosen, project), range(number)))
+    assert len({store.experiment_id for store in stores}) == 1
+
+
+def test_a_deleted_experiment_is_named(project: Path):
+    store = connect(TrackingParams(), project)
+    store.client.delete_experiment(store.experiment_id)
+    with pytest.raises(TrackingError, match=r"tracking\.experiment 'polyturn' was deleted"):
+        connect(TrackingParams(), project)
 
 
 def test_another_artifact_location_is_said_to_be_ignored(
@@ -209,6 +263,16 @@ def test_a_bucket_without_credentials_fails_before_work_starts(
     with pytest.raises(TrackingError, match=r"s3://bucket/x' has no credentials: set AWS_ACCESS"):
         connect(BUCKET, tmp_path)
     assert time.monotonic() - started < 5
+
+
+def test_a_bucket_that_only_the_experiment_names_is_checked_too(
+    project: Path, no_aws: pytest.MonkeyPatch
+):
+    """PIPE-10: params name no bucket, but runs of the experiment go to one."""
+    store = connect(TrackingParams(), project)
+    store.client.create_experiment("in a bucket", "s3://bucket/x")
+    with pytest.raises(TrackingError, match=r"s3://bucket/x' has no credentials"):
+        connect(TrackingParams(experiment="in a bucket", timeout_s=2), project)
 
 
 @pytest.mark.parametrize(
