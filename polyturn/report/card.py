@@ -22,6 +22,7 @@ from polyturn.report.write import write_page
 
 HTML, MARKDOWN = Path("runs/card.html"), Path("runs/card.md")
 
+_CURVE, _BARS = (520, 250), 520  # sizes of the charts, which stand side by side
 _GAP = "train/train_rollout_logprob_abs_diff"
 _SECONDS_PER_HOUR = 3600
 
@@ -74,8 +75,8 @@ def build_card(run: RunData, training: TrainingRun) -> Card:
         title=title,
         subtitle=f"training run {training.run_id or 'unknown'}",
         headline=_headline(run),
-        curve=reward_chart(run) if run.curve.get("reward_mean") else None,
-        bars=accuracy_bars(run),
+        curve=reward_chart(run, _CURVE) if run.curve.get("reward_mean") else None,
+        bars=accuracy_bars(run, _BARS),
         parts=[
             Part("Trained on", facts=_trained(run, training)),
             Part("Accuracy", table=_scores(run)),
@@ -269,11 +270,15 @@ def _environment(run: RunData, training: TrainingRun, machine: Machine) -> list[
         Fact(
             "machine",
             machine.gpu or tags.get("cpu.model", "unknown"),
-            f"{machine.num_processes} processes",
+            _processes(machine),
         ),
         Fact("python", tags.get("python", "unknown")),
         *versions,
     ]
+
+
+def _processes(machine: Machine) -> str:
+    return f"{machine.num_processes} processes" if machine.num_processes > 1 else ""
 
 
 def _number(value: float | None) -> str:

@@ -247,7 +247,7 @@ def _tiles(run: RunData) -> list[Fact]:
     return tiles
 
 
-def reward_chart(run: RunData) -> Markup:
+def reward_chart(run: RunData, size: tuple[int, int] = (1024, 380)) -> Markup:
     """Reward by step with its band, and the validation accuracies."""
     curve = run.curve
     lines = [
@@ -264,7 +264,7 @@ def reward_chart(run: RunData) -> Markup:
         lines.append(Line("validation accuracy", curve["eval_accuracy"], "b", low, high))
     values = [v for line in lines for row in (line.values, line.low, line.high) for v in row if v]
     unit = (0.0, 1.0) if all(0 <= value <= 1 for value in values) else None
-    return line_chart(lines, size=(1024, 380), unit=unit, title="Reward by training step")
+    return line_chart(lines, size=size, unit=unit, title="Reward by training step")
 
 
 def _reward_note(reward: Numbers) -> str:
@@ -313,7 +313,7 @@ def _last_value(line: Line, *, alone: bool) -> str:
     return short(value) if alone else f"{line.label} {short(value)}"
 
 
-def accuracy_bars(run: RunData) -> Markup | None:
+def accuracy_bars(run: RunData, width: int = 1024) -> Markup | None:
     """Accuracies with intervals; None without an evaluation."""
     bars = [
         Bar(
@@ -327,4 +327,4 @@ def accuracy_bars(run: RunData) -> Markup | None:
         for policy in POLICIES
         if (scores := run.scores.get((policy, mode)))
     ]
-    return bar_chart(bars, width=1024, title="Accuracy with intervals") if bars else None
+    return bar_chart(bars, width=width, title="Accuracy with intervals") if bars else None
