@@ -66,7 +66,7 @@ def evaluate(
     plan = workspace.compose(ROOT, recipe=recipe, overrides=overrides or {})
     check_supported(plan.params)
     identity = identify(revision, owner)
-    with open_worktree(identity, plan.changes) as place:
+    with open_worktree(identity, plan.changes, is_head=revision is None) as place:
         for stage in _BEFORE:
             run_dvc_stage(stage, place.root, {})
         lines = score(place.root, (request or EvaluationRequest()).arguments(policy))

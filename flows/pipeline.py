@@ -22,7 +22,7 @@ from flows import artifacts, events, graph, options, publish, summary
 from flows.options import StageOptions, StagesError
 from flows.place import ROOT, Identity, Place, identify, open_worktree
 from flows.stage import run_elsewhere
-from polyturn import layout, tracking, workspace
+from polyturn import layout, params, tracking, workspace
 from polyturn.report.write import write_report
 from polyturn.supported import check_supported
 from tasks.context import PARENT_RUN
@@ -62,8 +62,12 @@ def pipeline(
     plan = _plan(recipe, overrides or {})
     chosen = _check_stages(stages or {}, in_worktree=in_worktree)
     identity = identify(revision, owner)
-    with _open_place(identity, plan.changes, in_worktree=in_worktree) as place:
-        reports = _run_stages(place, plan, chosen)
+    with (
+        open_worktree(identity, plan.changes, is_head=revision is None)
+        if in_worktree
+        else _open_checkout(identity, plan.changes)
+    ) as place:
+        reports = _run_stages(place, chosen)
     if place.is_worktree:
         workspace.remove(ROOT, place.root)
     return {r.stage: r.result for r in reports}
@@ -89,28 +93,20 @@ def _check_stages(
 
 
 @contextlib.contextmanager
-def _open_place(
-    identity: Identity, changes: Mapping[str, object], *, in_worktree: bool
-) -> Iterator[Place]:
-    if in_worktree:
-        with open_worktree(identity, changes) as place:
-            yield place
-        return
+def _open_checkout(identity: Identity, changes: Mapping[str, object]) -> Iterator[Place]:
     if changes:
         workspace.write_params(ROOT, changes)
         get_run_logger().info("params.yaml now holds the recipe or overrides (see `git diff`)")
     yield Place(ROOT, identity, is_worktree=False)
 
 
-def _run_stages(
-    place: Place, plan: workspace.Plan, chosen: Mapping[str, StageOptions]
-) -> list[StageReport]:
+def _run_stages(place: Place, chosen: Mapping[str, StageOptions]) -> list[StageReport]:
     found = graph.read(place.root)
     artifacts.show_plan(found)
     env = {_USER: place.identity.owner}
     own_pool = _own_pool() if chosen else None
     reports: list[StageReport] = []
-    with _parent_run(place, plan, is_needed=bool(found.waiting), env=env) as run:
+    with _parent_run(place, is_needed=bool(found.waiting), env=env) as run:
         for stage in (planned.name for planned in found.stages):
             report = _run_stage(stage, place, chosen.get(stage, options.DEFAULT), env, own_pool)
             reports.append(report)
@@ -141,17 +137,18 @@ def _tell(place: Place, report: StageReport) -> None:
 
 @contextlib.contextmanager
 def _parent_run(
-    place: Place, plan: workspace.Plan, *, is_needed: bool, env: dict[str, str]
+    place: Place, *, is_needed: bool, env: dict[str, str]
 ) -> Iterator[tracking.Run | None]:
     """The MLflow run that the stages' runs are nested in; none where no stage is stale."""
     if not is_needed:
         yield None
         return
     identity = place.identity
+    loaded = params.load(place.root / layout.PARAMS)  # of the run's commit, not of this checkout
     with tracking.open_run(
-        plan.params.tracking, root=place.root, name=identity.name, tags=identity.mlflow_tags
+        loaded.tracking, root=place.root, name=identity.name, tags=identity.mlflow_tags
     ) as run:
-        run.log_params(plan.params)
+        run.log_params(loaded)
         artifacts.show_mlflow(run.url)
         env[PARENT_RUN] = run.run_id
         yield run

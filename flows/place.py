@@ -81,15 +81,19 @@ def identify(revision: str | None, owner: str | None) -> Identity:
 
 
 @contextlib.contextmanager
-def open_worktree(identity: Identity, changes: Mapping[str, object]) -> Iterator[Place]:
+def open_worktree(
+    identity: Identity, changes: Mapping[str, object], *, is_head: bool
+) -> Iterator[Place]:
     """A git worktree of the identity's commit, for as long as the context lasts nobody else's; it is not removed.
 
+    `is_head`: the commit is the checkout's own, and edits there are meant to be part of the run.
+
     Raises:
-        WorkspaceError: it cannot be made, or another run of that name works here.
+        WorkspaceError: it cannot be made, or there are such edits, which are not committed.
+        LeaseError: another run of that name works here.
     """
     lock = ROOT / layout.STATE / "locks" / f"{identity.name}.lock"
     with lease.hold(lock, what=f"a run called {identity.name}", parent=None):
-        is_head = identity.commit == _git("rev-parse", "HEAD")
         root = workspace.create(
             ROOT, identity.name, changes, revision=None if is_head else identity.commit
         )

@@ -39,7 +39,7 @@ _POLL_S = 2.0
 
 
 class StageLostError(StageFailedError):
-    """The run of a stage elsewhere ended without a word of the stage's: its worker or its process is gone."""
+    """The run of a stage elsewhere crashed without a word of the stage's: its worker or its process is gone."""
 
 
 def _is_lost(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
@@ -82,7 +82,7 @@ def stage(job: StageJob) -> None:
     """
     name = f"{job.run_name}-{job.stage}"
     identity = Identity(name, job.owner, job.branch, job.commit)
-    with open_worktree(identity, {}) as place:
+    with open_worktree(identity, {}, is_head=False) as place:
         for path, text in job.files.items():
             (place.root / path).write_text(text)
         dvc.bring(place.root, dvc.inputs(place.root, job.stage))
@@ -182,8 +182,8 @@ def _wait(client: SyncPrefectClient, run: FlowRun, stage_name: str) -> Handover:
         raise
     handover = _handed_over(client, run)
     if handover is None:
-        told = f"its run {run.name} is {state.name}: {state.message}"
-        raise StageLostError(stage_name, Outcome(FAILURE, told))
+        outcome = Outcome(FAILURE, f"its run {run.name} is {state.name}: {state.message}")
+        raise (StageLostError if state.is_crashed() else StageFailedError)(stage_name, outcome)
     if not state.is_completed() or handover.exit_code:
         raise StageFailedError(stage_name, Outcome(handover.exit_code or FAILURE, handover.message))
     return handover
