@@ -14,6 +14,7 @@ from uuid import UUID
 import httpx
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from pydantic import JsonValue
@@ -26,7 +27,7 @@ from polyturn import layout, params, tracking, workspace
 from polyturn.report.write import write_report
 from polyturn.supported import check_supported
 from tasks.context import PARENT_RUN
-from tasks.failure import FAILURE, USER_ERROR
+from tasks.failure import FAILURE, USER_ERROR, Terminated
 from tasks.stage import StageFailedError, StageReport, run_dvc_stage
 
 _SERVER_S = 5.0
@@ -145,13 +146,35 @@ def _parent_run(
         return
     identity = place.identity
     loaded = params.load(place.root / layout.PARAMS)  # of the run's commit, not of this checkout
-    with tracking.open_run(
-        loaded.tracking, root=place.root, name=identity.name, tags=identity.mlflow_tags
-    ) as run:
+    with (
+        _as_prefect_says_it(),
+        tracking.open_run(
+            loaded.tracking, root=place.root, name=identity.name, tags=identity.mlflow_tags
+        ) as run,
+        _as_a_process_says_it(),
+    ):
         run.log_params(loaded)
         artifacts.show_mlflow(run.url)
         env[PARENT_RUN] = run.run_id
         yield run
+
+
+@contextlib.contextmanager
+def _as_a_process_says_it() -> Iterator[None]:
+    """Prefect's word for SIGTERM, which a cancelled run gets, becomes the exit that MLflow's run ends by: KILLED."""
+    try:
+        yield
+    except TerminationSignal as signal:
+        raise Terminated from signal
+
+
+@contextlib.contextmanager
+def _as_prefect_says_it() -> Iterator[None]:
+    """And back, since only by its own word Prefect calls the run cancelled or crashed."""
+    try:
+        yield
+    except Terminated as ending:
+        raise ending.__cause__ or ending from None
 
 
 def _finish(place: Place, reports: list[StageReport], run: tracking.Run | None) -> None:

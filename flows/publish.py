@@ -42,7 +42,9 @@ def publish(place: Place, mlflow_url: str | None) -> str:
         DvcError: DVC refuses, or the remote does not take the data.
     """
     name = place.identity.name
-    save = ("exp", "save", "--name", name, "--force", "--message", _message(place, mlflow_url))
+    save = ["exp", "save", "--name", name, "--force", "--message", _message(place, mlflow_url)]
+    for path in dvc.plain_outs(place.root):  # files of git that git does not know yet
+        save += ["--include-untracked", path] if (place.root / path).is_file() else []
     with _one_at_a_time():
         dvc.run(place.root, *save, env=_author(place))
     if dvc.default_remote(place.root) is None:
