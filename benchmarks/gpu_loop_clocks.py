@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from polyturn.candidates import Candidates
-from polyturn.learner.base import UpdateStats
+from polyturn.learner.base import Logprobs, UpdateStats
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.learner.shares import is_scored
 from polyturn.recorder import Recorder
@@ -63,16 +63,15 @@ class TimedLearner(FsdpLearner):
     train_s: float = 0.0
     gap: Gap | None = None
 
-    def logprob_gap(self, samples: Sequence[TrainingSample]) -> float:
-        """As the learner does, with every difference kept."""
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        """As the learner does, with every difference kept; the loop asks before each update."""
         with self._clock() as took:
-            found = self.logprobs(samples)
+            found = super().logprobs(samples)
         self.logprobs_s = took()
         gap = self.gap or Gap()
         for sample, own in zip(samples, found, strict=True):
             gap.add(sample, own)
-        gaps = [np.abs(o - s.logprobs)[is_scored(s)] for s, o in zip(samples, found, strict=True)]
-        return float(np.concatenate(gaps).mean())
+        return found
 
     def update(self, samples: Sequence[TrainingSample], **options: object) -> UpdateStats:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As the learner does."""

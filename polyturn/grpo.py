@@ -16,6 +16,7 @@ from polyturn.advantage import advantages_of
 from polyturn.checks import check_gap, check_updates
 from polyturn.clock import Clock
 from polyturn.collect import check_start
+from polyturn.gap import gap_metrics, mean_gap
 from polyturn.metrics import Metrics, rollout_metrics, trajectories_of, update_metrics
 from polyturn.overlap import Rollouts
 from polyturn.params import Params
@@ -130,9 +131,12 @@ def _learn(
 ) -> Metrics:
     """Compare sampler and learner, then update on every trajectory that carries a gradient."""
     parts.recorder.enters("update", step)
-    gap = parts.learner.logprob_gap(probe(groups))
+    probed = probe(groups)
+    own = parts.learner.logprobs(probed)
+    apart = gap_metrics(probed, own, parts.renderer.family.image_token_id)
+    gap = mean_gap(apart)
     alarm = check_gap(gap, params.train, step)
     samples = with_gradient(groups, advantages, keeps_zeros=params.loss.trains_without_advantage)
     updates = run_updates(parts, params, step, samples)
     check_updates(updates, params, step)
-    return update_metrics(updates, gap=gap) | alarm
+    return update_metrics(updates, gap=gap) | apart | alarm

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from polyturn import grpo, model, trajectories
+from polyturn.learner.base import Logprobs
 from polyturn.overlap import BATCH_FILE
 from polyturn.params import Params, ParamsError, parse
 from polyturn.parts import Parts
@@ -160,14 +161,14 @@ def beside(directory: Path, params: Params) -> tuple[Run, Parts, Beside]:
 def test_a_batch_is_sampled_while_the_learner_works(tmp_path: Path) -> None:
     """Replies come only once the learner works, and it goes on only once there are some."""
     run, parts, sampler = beside(tmp_path, ahead())
-    compare = run.learner.logprob_gap
+    compare = run.learner.logprobs
 
-    def watched(samples: Sequence[TrainingSample]) -> float:
+    def watched(samples: Sequence[TrainingSample]) -> list[Logprobs]:
         sampler.learning.set()
         assert sampler.answered.wait(PATIENCE_S), "nothing overlaps"
         return compare(samples)
 
-    run.learner.logprob_gap = watched  # type: ignore[method-assign]
+    run.learner.logprobs = watched  # type: ignore[method-assign]
     with run.checkpoints:
         asyncio.run(grpo.train(parts, run.params, resume=False))
     assert versions(run) == [{0}, {0}, {1}, {2}]
@@ -178,10 +179,10 @@ def test_a_batch_is_sampled_while_the_learner_works(tmp_path: Path) -> None:
 def test_an_update_that_fails_ends_the_run_without_waiting_for_the_batch(tmp_path: Path) -> None:
     run, parts, sampler = beside(tmp_path, ahead())
 
-    def broken(samples: Sequence[TrainingSample]) -> float:
+    def broken(samples: Sequence[TrainingSample]) -> list[Logprobs]:
         raise RuntimeError("the learner broke")
 
-    run.learner.logprob_gap = broken  # type: ignore[method-assign]
+    run.learner.logprobs = broken  # type: ignore[method-assign]
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="the learner broke"), run.checkpoints:
         asyncio.run(grpo.train(parts, run.params, resume=False))
@@ -192,7 +193,7 @@ def test_an_update_that_fails_ends_the_run_without_waiting_for_the_batch(tmp_pat
 def test_a_batch_that_fails_ends_the_run(tmp_path: Path) -> None:
     """What the sampling thread raises is raised by the loop, with the next step's number in its message."""
     run, parts, sampler = beside(tmp_path, ahead())
-    compare, generate = run.learner.logprob_gap, sampler.generate
+    compare, generate = run.learner.logprobs, sampler.generate
 
     async def failing(requests: Sequence[SampleRequest]) -> list[Reply]:
         replies = await generate(requests)
@@ -200,12 +201,12 @@ def test_a_batch_that_fails_ends_the_run(tmp_path: Path) -> None:
             return replies
         return [replace(reply, prompt_length=-1) for reply in replies]
 
-    def watched(samples: Sequence[TrainingSample]) -> float:
+    def watched(samples: Sequence[TrainingSample]) -> list[Logprobs]:
         sampler.learning.set()
         return compare(samples)
 
     sampler.generate = failing  # type: ignore[method-assign]
-    run.learner.logprob_gap = watched  # type: ignore[method-assign]
+    run.learner.logprobs = watched  # type: ignore[method-assign]
     with pytest.raises(FailureBudgetError, match="-1"), run.checkpoints:
         asyncio.run(grpo.train(parts, run.params, resume=False))
 
