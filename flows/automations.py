@@ -19,7 +19,7 @@ _ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Cancelling", "AwaitingR
 _RUN = ResourceSpecification.model_validate({"prefect.resource.id": "prefect.flow-run.*"})
 
 
-def crash_the_silent(missed_s: float = 4 * HEARTBEAT_S) -> AutomationCore:
+def crash_the_silent(missed_s: float = 3 * HEARTBEAT_S) -> AutomationCore:
     """A run that has begun and then sends neither a heartbeat nor its end for `missed_s` is marked Crashed.
 
     Its worker and its process have gone together (power, memory, a deleted container): nobody else would tell.
