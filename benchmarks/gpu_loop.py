@@ -112,6 +112,7 @@ def benchmark_params(options: argparse.Namespace, urls: Sequence[str] = ()) -> P
                 "picture_transport": "cuda_ipc",
                 "weight_update": "disk" if is_tiny else "tensor",
                 "check_weights": not is_tiny,
+                "check_tensors": 32,
                 "extra_flags": [] if is_tiny else [*SERVER_FLAGS, *server_tokens(options)],
             },
         },

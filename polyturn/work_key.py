@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -48,21 +48,53 @@ _PACKAGES = (
 
 
 def work_key(stage: str, params: Params) -> str:
-    """Sixteen hex digits over the stage's declared deps (data, code), its params and the libraries' versions.
+    """Sixteen hex digits over the stage's declared deps (data, code), its params, the libraries' versions and the GPU.
 
-    Files are hashed by content, so that a checkout elsewhere gives the same key.
+    Files are hashed by content, so that a checkout elsewhere gives the same key. Step files that train.debug.rollouts
+    names are no declared dep, but what is trained on.
     """
     declared = cast("dict[str, dict[str, list[str]]]", read_tree(layout.DVC_YAML)["stages"])[stage]
     tree = params.model_dump(mode="json")
     sections = {name: _of_key(tree[name], name) for name in declared["params"]}
     digest = hashlib.sha256(json.dumps(sections, sort_keys=True).encode())
     digest.update(f"python {platform.python_version()}\n".encode())
-    engines = ("megatron-core",) if params.learner.backend == "megatron" else ()
-    for package in (*_PACKAGES, *(engines if "learner" in sections else ())):
-        digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+    for package in (*_PACKAGES, *_engines(params, sections)):
+        digest.update(f"{package} {_version(package)}\n".encode())
+    if "learner" in sections:
+        digest.update(f"gpu {_gpu(params)}\n".encode())
+    if "train" in sections and params.train.debug.rollouts:
+        for path in sorted(Path(params.train.debug.rollouts).glob("step_*")):
+            digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     for path in sorted(file for dep in declared["deps"] for file in _files(Path(dep))):
         digest.update(f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def _engines(params: Params, sections: Collection[str]) -> list[str]:
+    """Packages that only some runs compute with."""
+    found: list[str] = []
+    if "learner" in sections and params.learner.backend == "megatron":
+        found.append("megatron-core")
+    if "sampler" in sections and params.sampler.backend == "sglang":
+        found.append("sglang")
+    return found
+
+
+def _version(package: str) -> str:
+    """A package's version; servers that are given by URL run a SGLang that need not be here."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _gpu(params: Params) -> str:
+    """The kind of GPU that the learner computes on; another kind gives other bytes."""
+    if params.learner.device == "cpu":
+        return "none"
+    import torch  # noqa: PLC0415  (the key of a stage on a CPU does not wait for it)
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 
 def _of_key(value: object, path: str) -> object:

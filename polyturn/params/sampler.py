@@ -36,6 +36,9 @@ class SglangParams(Section):
     bucket_mb: PositiveInt = 512  # of weights sent at a time
     release_memory: bool = False  # give the GPU back while training (--enable-memory-saver)
     check_weights: bool = True  # compare per-tensor checksums after every weight update
+    # About how many: after the first update all, then the ends of the tower, embedding, head and a part of the others
+    # that changes from version to version; null: always all
+    check_tensors: PositiveInt | None = None
     start_timeout_s: PositiveFloat = 600.0
     request_timeout_s: PositiveFloat = 600.0  # of one reply
     retries: NonNegativeInt = 2  # of one reply, on another server where there is one

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from polyturn import work_key as module
 from polyturn.params import Params, parse
 from polyturn.params_tree import merge
 from polyturn.work_key import work_key
@@ -104,3 +106,40 @@ def test_another_checkout_of_the_same_files_has_the_same_key(
     shutil.copytree(project, other)
     monkeypatch.chdir(other)
     assert work_key("train", params()) == key
+
+
+def test_the_engine_s_version_counts_where_it_samples(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [params(), params(sampler={"backend": "sglang"})]
+    before = [work_key("train", each) for each in chosen]
+    known = module._version
+    monkeypatch.setattr(
+        module, "_version", lambda name: "0.5.15" if name == "sglang" else known(name)
+    )
+    assert [work_key("train", each) == key for each, key in zip(chosen, before, strict=True)] == [
+        *(True, False)
+    ]
+
+
+def test_another_kind_of_gpu_is_another_key_but_not_for_a_learner_on_the_cpu(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    keys: dict[str, list[str]] = {"auto": [], "cpu": []}
+    for name in ("NVIDIA H200", "NVIDIA H100"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        for device, found in keys.items():
+            found.append(work_key("train", params(learner={"device": device})))
+    assert len(set(keys["auto"])) == 2
+    assert len(set(keys["cpu"])) == 1
+
+
+def test_the_step_files_that_are_trained_on_count(project: Path) -> None:
+    (project / "saved").mkdir()
+    debug = {"mode": "train_only", "rollouts": "saved"}
+    keys: list[str] = []
+    for content in ("one", "two"):
+        (project / "saved" / "step_000000.jsonl.gz").write_text(content)
+        keys.append(work_key("train", params(train={"debug": debug})))
+    assert len(set(keys)) == 2

@@ -11,6 +11,7 @@ import torch
 
 from polyturn.model import DTYPES, Policy
 from polyturn.params import Params, SglangParams
+from polyturn.sampler.sglang.checksums import engine_hash
 from polyturn.sampler.sglang.control import Control
 from polyturn.sampler.sglang.fleet import Fleet, Server
 from polyturn.sampler.sglang.process import (
@@ -28,7 +29,6 @@ from polyturn.sampler.sglang.weights import (
     Named,
     TensorTransfer,
     Transfer,
-    engine_hash,
 )
 from polyturn.sampler.sglang.wire import WireSettings
 from polyturn.world import ONE, World
@@ -73,6 +73,7 @@ def sglang_sampler(policy: Policy, params: Params, site: Site, world: World = ON
         dtype=dtype,
         is_tied=policy.model.config.tie_word_embeddings,
         hash_tensor=engine_hash if chosen.check_weights and can_compare else None,
+        check_tensors=chosen.check_tensors,
         restart=None if chosen.urls else _Restart(params, site),
         world=world,
     )
@@ -158,6 +159,7 @@ def _transfer(chosen: SglangParams, dtype: torch.dtype, site: Site) -> Transfer:
     if chosen.weight_update == "tensor":
         return TensorTransfer(dtype, max_bytes, chosen.tensor_parallel)
     if chosen.weight_update == "distributed":
-        address = ("127.0.0.1", free_port())
-        return DistributedTransfer(dtype, max_bytes, chosen.tensor_parallel, address)
+        return DistributedTransfer(
+            dtype, max_bytes, chosen.tensor_parallel, lambda: ("127.0.0.1", free_port())
+        )
     return DiskTransfer(site.directory / "weights", site.write_weights)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from polyturn.sampler.sglang import weights
+from polyturn.sampler.sglang import checksums
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
 from polyturn.sampler.sglang.process import ServerProcess
 from polyturn.sampler.sglang.weights import Transfer
@@ -41,6 +41,7 @@ class Fleet:
         is_tied: the head is the embedding, so that servers hold one tensor for both.
         hash_tensor: the servers' hash, to compare checksums after a push (tensor parallel 1 only: shards have other
             bytes); None: not compared.
+        check_tensors: about how many are compared after an update, after the first all; None: always all.
         restart: start a server anew in a dead one's place, at the same address; None where servers were given by URL.
         world: ranks that all sample from these servers; rank 0 alone starts them, pushes weights and ends them.
     """
@@ -50,9 +51,11 @@ class Fleet:
     dtype: torch.dtype
     is_tied: bool
     hash_tensor: Callable[[Tensor], str] | None
+    check_tensors: int | None = None
     restart: Callable[[Server], None] | None = None
     world: World = ONE
     _released: bool = field(default=False)
+    _num_tensors: int = 0  # that servers told of since one of them was new; 0: not known
 
     @property
     def _living(self) -> list[Server]:
@@ -109,7 +112,7 @@ class Fleet:
         if not controls:
             raise ServerError("no SGLang server is left to take weights")
         sums: dict[str, str] = {}
-        self.transfer.push(controls, self._recorded(tensors, sums), version)
+        self.transfer.push(controls, self._recorded(tensors, sums, version), version)
         for control in controls:
             control.flush_cache()
             told = control.weight_version()
@@ -117,7 +120,10 @@ class Fleet:
                 raise ServerError(
                     f"{control.url} says weight version {told} after version {version} was pushed"
                 )
-        return weights.check_checksums(sums, controls) if self.hash_tensor else 0
+        if not self.hash_tensor:
+            return 0
+        self._num_tensors = self._num_tensors or len(sums)
+        return checksums.check_checksums(sums, controls)
 
     def release(self) -> None:
         """Free weights, keys and values of all servers, before any rank needs their memory (collective)."""
@@ -168,15 +174,25 @@ class Fleet:
             logger.warning("starting %s anew", server.control.url)
             self.restart(server)
             server.is_alive = True
+            self.transfer.forget()
+            self._num_tensors = 0
 
     def _recorded(
-        self, tensors: Iterator[tuple[str, Tensor]], sums: dict[str, str]
+        self, tensors: Iterator[tuple[str, Tensor]], sums: dict[str, str], version: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Pass tensors on; checksums of all are put into `sums` on the way."""
-        stacker = weights.Checksums(self.dtype, self.hash_tensor) if self.hash_tensor else None
-        for name, tensor in tensors:
+        """Pass tensors on in the servers' dtype; checksums of those to compare are put into `sums` on the way."""
+        stacker = None
+        if self.hash_tensor:
+            period = max(1, self._num_tensors // (self.check_tensors or max(1, self._num_tensors)))
+            stacker = checksums.Checksums(
+                self.dtype,
+                self.hash_tensor,
+                lambda name: checksums.is_compared(name, version, period),
+            )
+        for name, given in tensors:
             if self.is_tied and name == "lm_head.weight":
                 continue
+            tensor = given.detach().to(self.dtype)
             if stacker is not None:
                 stacker.add(name, tensor)
             yield name, tensor

@@ -1,7 +1,7 @@
 """New weights to SGLang servers: over CUDA IPC, over NCCL, or through a directory; streamed in buckets.
 
 Names are Hugging Face's; a server maps them to its own and fuses what it fuses. What it does not know, it passes
-over silently, so `check_names` and the checksums after the update are part of every way.
+over silently, so that checksums after the update are part of every way (checksums.py).
 """
 
 from __future__ import annotations
@@ -12,21 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from polyturn.sampler.sglang.control import Control, ServerError
+from polyturn.sampler.sglang.control import Control
 
 logger = logging.getLogger(__name__)
 
-VOCAB_MULTIPLE = 64  # rows of the server's vocabulary tables
 Named = Iterator[tuple[str, Tensor]]
-FUSED = {  # the server's parameter -> the parts of ours that it stacks along dimension 0
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
 
 
 class Transfer(Protocol):
@@ -38,6 +33,10 @@ class Transfer(Protocol):
         Raises:
             ServerError: a server refuses; its weights are then of no use.
         """
+        ...
+
+    def forget(self) -> None:
+        """A server was started anew: what was agreed on with it is gone."""
         ...
 
     def close(self) -> None:
@@ -104,36 +103,54 @@ class TensorTransfer:
                 },
             )
 
+    def forget(self) -> None:
+        """Nothing is agreed on."""
+
     def close(self) -> None:
         """Nothing is held."""
 
 
 class DistributedTransfer:
-    """Broadcasts over NCCL from this process to all ranks of all servers (update_weights_from_distributed)."""
+    """Broadcasts over NCCL from this process to all ranks of all servers (update_weights_from_distributed).
 
-    GROUP = "polyturn_weights"
+    The group is of the servers that are there: it is made anew, under another name and at another port (`address`
+    gives one), when one was started anew, has gone or has come back.
+    """
 
     def __init__(
-        self, dtype: torch.dtype, max_bytes: int, num_ranks: int, address: tuple[str, int]
+        self,
+        dtype: torch.dtype,
+        max_bytes: int,
+        num_ranks: int,
+        address: Callable[[], tuple[str, int]],
     ) -> None:
         self._dtype = dtype
         self._max_bytes = max_bytes
         self._num_ranks = num_ranks
         self._address = address
         self._group: object | None = None
+        self._members: tuple[str, ...] = ()
+        self._num_groups = 0
+
+    @property
+    def _name(self) -> str:
+        return f"polyturn_weights_{self._num_groups}"
 
     def push(self, servers: Sequence[Control], tensors: Named, version: int) -> None:
         """Announce a bucket over HTTP and broadcast its tensors at the same time."""
         import torch.distributed as dist  # noqa: PLC0415
 
-        if self._group is None:
-            self._group = self._join(servers)
+        members = tuple(server.url for server in servers)
+        if self._group is None or members != self._members:
+            self.close()
+            self._num_groups += 1
+            self._group, self._members = self._join(servers), members
         for bucket in buckets(_cast(tensors, self._dtype), self._max_bytes):
             content = {
                 "names": [name for name, _ in bucket],
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                 "shapes": [list(tensor.shape) for _, tensor in bucket],
-                "group_name": self.GROUP,
+                "group_name": self._name,
                 "flush_cache": False,
                 "weight_version": str(version),
             }
@@ -150,7 +167,7 @@ class DistributedTransfer:
     def _join(self, servers: Sequence[Control]) -> object:
         from sglang.srt.utils import init_custom_process_group  # noqa: PLC0415
 
-        host, port = self._address
+        host, port = self._address()
         world = 1 + len(servers) * self._num_ranks
         with ThreadPoolExecutor(len(servers)) as pool:
             answers = [
@@ -162,7 +179,7 @@ class DistributedTransfer:
                         "master_port": port,
                         "rank_offset": 1 + index * self._num_ranks,
                         "world_size": world,
-                        "group_name": self.GROUP,
+                        "group_name": self._name,
                         "backend": "nccl",
                     },
                 )
@@ -173,11 +190,15 @@ class DistributedTransfer:
                 init_method=f"tcp://{host}:{port}",
                 world_size=world,
                 rank=0,
-                group_name=self.GROUP,
+                group_name=self._name,
             )
             for answer in answers:
                 answer.result()
         return group
+
+    def forget(self) -> None:
+        """The group lacks the new server."""
+        self.close()
 
     def close(self) -> None:
         """Leave the group; the servers leave it when they end."""
@@ -214,87 +235,12 @@ class DiskTransfer:
             if old != target:
                 shutil.rmtree(old)
 
+    def forget(self) -> None:
+        """Nothing is agreed on."""
+
     def close(self) -> None:
         """Remove what was written."""
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def server_name(name: str) -> str:
-    """The server's name of one of our parameters, before fusing.
-
-    >>> server_name("model.language_model.layers.0.mlp.up_proj.weight")
-    'model.layers.0.mlp.up_proj.weight'
-    >>> server_name("model.visual.blocks.0.attn.qkv.weight")
-    'visual.blocks.0.attn.qkv_proj.weight'
-    """
-    if name.startswith("model.visual."):
-        return name.removeprefix("model.").replace(".attn.qkv.", ".attn.qkv_proj.")
-    return name.replace("model.language_model.", "model.")
-
-
-class Checksums:
-    """What /weights_checker of a server at tensor parallel 1 tells of our tensors: its name -> hash of the bytes.
-
-    Parts that the server stacks are waited for; vocabulary rows are padded with zeros to a multiple of 64, as the
-    server pads them.
-    """
-
-    def __init__(self, dtype: torch.dtype, hash_tensor: Callable[[Tensor], str]) -> None:
-        self._dtype = dtype
-        self._hash_tensor = hash_tensor
-        self._waiting: dict[str, dict[str, Tensor]] = {}
-        self.sums: dict[str, str] = {}
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Hash one of our tensors, or the stack that it completes."""
-        renamed = server_name(name)
-        tensor = tensor.detach().to(self._dtype)
-        for stack, parts in FUSED.items():
-            for part in parts:
-                if f".{part}." in renamed:
-                    target = renamed.replace(f".{part}.", f".{stack}.")
-                    held = self._waiting.setdefault(target, {})
-                    held[part] = tensor
-                    if len(held) == len(parts):
-                        del self._waiting[target]
-                        whole = torch.cat([held[each] for each in parts])
-                        self.sums[target] = self._hash_tensor(whole)
-                    return
-        if renamed in ("model.embed_tokens.weight", "lm_head.weight"):
-            tensor = torch.nn.functional.pad(tensor, (0, 0, 0, -len(tensor) % VOCAB_MULTIPLE))
-        self.sums[renamed] = self._hash_tensor(tensor)
-
-
-def engine_hash(tensor: Tensor) -> str:
-    """The hash that an SGLang server of the installed version tells for a tensor."""
-    from sglang.srt.managers.mm_utils import tensor_hash  # noqa: PLC0415  (needs a GPU host)
-
-    return f"{tensor_hash(tensor):016x}"
-
-
-def check_checksums(expected: Mapping[str, str], servers: Sequence[Control]) -> int:
-    """Compare per-tensor checksums with those of every server; returns how many tensors were compared.
-
-    Raises:
-        ServerError: tensors differ, or some that were pushed are unknown to a server.
-    """
-    compared = 0
-    for server in servers:
-        answer = server.call("/weights_checker", {"action": "checksum"})
-        for rank in cast("Sequence[Mapping[str, object]]", answer.get("ranks") or ()):
-            theirs = cast("Mapping[str, str]", rank["checksums"])
-            common = sorted(set(expected) & set(theirs))
-            wrong = [name for name in common if expected[name] != theirs[name]]
-            missing = sorted(set(expected) - set(theirs))
-            if wrong or missing:
-                raise ServerError(
-                    f"{server.url}: after the weight update {len(wrong)} of {len(common)} tensors differ "
-                    f"(first: {wrong[:3]}), {len(missing)} are unknown to the server (first: {missing[:3]})"
-                )
-            compared += len(common)
-    if not compared:
-        raise ServerError("no server told a checksum; set sampler.sglang.check_weights to false")
-    return compared
 
 
 def _cast(tensors: Named, dtype: torch.dtype) -> Named:

@@ -21,7 +21,7 @@ from polyturn import model
 from polyturn.render import Renderer
 from polyturn.sampler.base import SampleRequest
 from polyturn.sampler.hf import HfSampler
-from polyturn.sampler.sglang.weights import server_name
+from polyturn.sampler.sglang.checksums import server_name
 from polyturn.types import ImageRecord
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +25,12 @@ from polyturn.sampler.base import Reply, Sampler, SampleRequest
 from polyturn.sampler.hf import HfSampler
 from polyturn.sampler.sglang import process, wire
 from polyturn.sampler.sglang.build import Site, sglang_sampler
+from polyturn.sampler.sglang.checksums import Checksums, is_compared
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
 from polyturn.sampler.sglang.counts import SglangCounts, added
 from polyturn.sampler.sglang.fleet import Fleet, Server
 from polyturn.sampler.sglang.sampler import IdenticalSiblingsError, SglangSampler
-from polyturn.sampler.sglang.weights import Checksums, DiskTransfer, Named, buckets
+from polyturn.sampler.sglang.weights import DiskTransfer, DistributedTransfer, Named, buckets
 from polyturn.types import Message, StopReason, Trajectory
 from tests.unit import tiny
 from tests.unit.sampler.sglang_server import FakeServer, hash_tensor, serving
@@ -375,6 +376,60 @@ def test_a_bucket_holds_whole_tensors_within_its_size():
     tensors = [(str(size), torch.zeros(size)) for size in (2, 3, 9, 1)]
     grouped = [[name for name, _ in bucket] for bucket in buckets(iter(tensors), 4 * 5)]
     assert grouped == [["2", "3"], ["9"], ["1"]]
+
+
+def test_a_sample_of_tensors_is_compared_that_moves_on_and_always_has_tower_and_head(
+    server: FakeServer, tmp_path: Path
+):
+    made = sampler(server, directory=tmp_path)
+    made.fleet.check_tensors = 3
+    named = list(POLICY.model.named_parameters(remove_duplicate=False))
+    all_of_them = made.take_counts().tensors_compared
+    compared = []
+    for version in range(1, 5):
+        made.update_weights(iter(named), version)
+        compared.append(made.take_counts().tensors_compared)
+    assert all(3 <= number < all_of_them // 2 for number in compared)
+    layers = [f"model.layers.{number}.mlp.down_proj.weight" for number in range(40)]
+    seen = [[is_compared(name, version, 5) for version in range(10)] for name in layers]
+    assert all(sum(row[:5]) == 1 and row[5:] == row[:5] for row in seen)
+    ends = ("visual.patch_embed.proj.weight", "visual.merger.norm.weight", "lm_head.weight")
+    assert all(is_compared(name, version, 10**6) for name in ends for version in range(3))
+
+
+def test_a_lost_tensor_is_found_within_a_period(server: FakeServer, tmp_path: Path):
+    made = sampler(server, directory=tmp_path)
+    made.fleet.check_tensors = 3
+    server.is_deaf = True
+    other = tiny.copy_of(POLICY)
+    with torch.no_grad():
+        other.model.model.language_model.layers[1].mlp.down_proj.weight.add_(1.0)
+    named = list(other.model.named_parameters(remove_duplicate=False))
+    with pytest.raises(ServerError, match=r"tensors differ .*down_proj"):  # noqa: PT012
+        for version in range(1, 20):
+            made.update_weights(iter(named), version)
+
+
+def test_a_group_of_servers_is_made_anew_when_one_of_them_is_new(monkeypatch: pytest.MonkeyPatch):
+    """A restarted server is not in the group that broadcasts weights; the others would wait for it for ever."""
+    joined: list[tuple[str, tuple[str, ...]]] = []
+    transfer = DistributedTransfer(torch.float32, 100, 1, lambda: ("127.0.0.1", 5))
+
+    def join(servers: Sequence[Control]) -> object:
+        joined.append((transfer._name, tuple(server.url for server in servers)))
+        return object()
+
+    monkeypatch.setattr(transfer, "_join", join)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda _: None)
+    first, second = Control("http://a:1"), Control("http://b:2")
+    transfer.push([first, second], iter(()), 0)
+    transfer.push([first, second], iter(()), 1)
+    assert len(joined) == 1
+    transfer.forget()
+    transfer.push([first, second], iter(()), 2)
+    transfer.push([first], iter(()), 3)
+    assert [urls for _, urls in joined] == [("http://a:1", "http://b:2")] * 2 + [("http://a:1",)]
+    assert len({name for name, _ in joined}) == 3
 
 
 def test_stacked_checksums_do_not_depend_on_the_order_of_the_parts():
