@@ -51,3 +51,8 @@ def _check_layout(learner: LearnerParams) -> None:
             raise ParamsError(
                 f"learner.{key}: {value} is not built for learner.backend: {learner.backend} ({reason}); set it to 1"
             )
+    if learner.compile and learner.tensor_parallel > 1:
+        raise ParamsError(
+            f"learner.compile: true does not go with learner.tensor_parallel: {learner.tensor_parallel} (compiled layers "
+            "hang in the collectives that they share); set compile to false, or tensor_parallel to 1"
+        )

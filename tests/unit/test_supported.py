@@ -18,6 +18,10 @@ MEGATRON = {"backend": "megatron", "num_processes": 4}
         ({**MEGATRON, "pipeline_parallel": 2}, "pipeline_parallel: 2 is not built .* set it to 1"),
         ({**MEGATRON, "context_parallel": 2}, "context_parallel: 2 is not built .* set it to 1"),
         ({"context_parallel": 2}, "context_parallel: 2 is not built"),
+        (
+            {**MEGATRON, "tensor_parallel": 2, "compile": True},
+            "compile: true does not go with learner.tensor_parallel: 2",
+        ),
         ({**MEGATRON, "lora": {}}, "lora is built for learner.backend: fsdp alone"),
     ],
 )

@@ -85,28 +85,12 @@ def facts_of(config: PreTrainedConfig) -> DecoderFacts:
 
 
 def check_layout(facts: DecoderFacts, params: LearnerParams) -> None:
-    """Refuse a layout of ranks that the decoder cannot be cut into, or that is not built.
+    """Refuse a layout of ranks that the decoder cannot be cut into.
 
     Raises:
         MegatronError: the message names the key.
     """
-    if params.pipeline_parallel > 1:
-        raise MegatronError(
-            f"learner.pipeline_parallel: {params.pipeline_parallel} is not built (a micro-batch is scored and "
-            "differentiated in one piece); set it to 1 and raise learner.tensor_parallel"
-        )
-    if params.context_parallel > 1:
-        raise MegatronError(
-            f"learner.context_parallel: {params.context_parallel} is not built (megatron-core's own needs "
-            "TransformerEngine, and cuts samples that share a prompt apart); set it to 1, and use "
-            "learner.sequence_parallel or a smaller learner.micro_batch_tokens to save memory"
-        )
     ranks = params.tensor_parallel
-    if params.compile and ranks > 1:
-        raise MegatronError(
-            f"learner.compile: true does not go with learner.tensor_parallel: {ranks} (compiled layers hang in the "
-            "collectives that they share); set compile to false, or tensor_parallel to 1"
-        )
     for name, number in (
         ("attention heads", facts.num_heads),
         ("units of the MLP", facts.ffn_size),

@@ -16,7 +16,7 @@ from polyturn import model
 from polyturn.learner.megatron import config, versions
 from polyturn.learner.megatron.versions import MegatronError
 from polyturn.model import ModelError, Policy
-from polyturn.params import LearnerParams, ModelParams
+from polyturn.params import ModelParams
 from tests.unit import tiny
 from tests.unit.learner.megatron.cases import learner_params
 from tests.unit.learner.megatron.facts import FACTS
@@ -65,24 +65,12 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_the_ranks() -> None:
     assert [FACTS.padded_vocab_size(ranks) for ranks in (1, 2, 3, 4)] == [501, 502, 501, 504]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"pipeline_parallel": 2}, "learner.pipeline_parallel: 2 is not built"),
-        ({"context_parallel": 2}, "learner.context_parallel: 2 is not built"),
-        ({"tensor_parallel": 2, "compile": True}, "learner.compile: true does not go with"),
-        ({"tensor_parallel": 3}, "must divide the model's 8 attention heads, got 3"),
-        ({"tensor_parallel": 16}, "must divide the model's 8 attention heads, got 16"),
-    ],
-)
-def test_a_layout_that_is_not_built_or_does_not_fit_is_refused(
-    overrides: dict[str, int], message: str
-) -> None:
-    ranks = overrides.get("tensor_parallel", 1)
-    params = LearnerParams.model_validate(
-        {"backend": "megatron", "num_processes": ranks, **overrides}
-    )
-    with pytest.raises(MegatronError, match=message):
+@pytest.mark.parametrize("ranks", [3, 16])
+def test_ranks_that_do_not_divide_the_heads_are_refused(ranks: int) -> None:
+    params = learner_params(num_processes=ranks, tensor_parallel=ranks)
+    with pytest.raises(
+        MegatronError, match=f"must divide the model's 8 attention heads, got {ranks}"
+    ):
         config.check_layout(FACTS, params)
 
 
