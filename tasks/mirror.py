@@ -15,8 +15,9 @@ from types import TracebackType
 
 from polyturn import checkpoint, trajectories, trajectory_times
 from polyturn.candidates import version_path
+from polyturn.lease import LeaseError
 from polyturn.object_lease import ObjectLease
-from polyturn.objects import ObjectsError, UnreachableError
+from polyturn.objects import ObjectsError
 from polyturn.recorder import PICTURES, TRAJECTORIES
 from polyturn.run_state import RunState
 from polyturn.snapshots import Snapshots
@@ -39,6 +40,7 @@ class Mirror:
         self._snapshots = snapshots
         self._lease = lease
         self._pushed = snapshots.latest()
+        self._is_behind = False
         self._is_ended = threading.Event()
         self._thread = threading.Thread(target=self._push_until_ended, name="mirror", daemon=True)
 
@@ -76,14 +78,16 @@ class Mirror:
                 return
             self._lease.check()
             self._snapshots.push(step, staged, known=_known_digests(staged))
-            self._pushed = step
+            self._pushed, self._is_behind = step, False
             logger.debug("checkpoint of step %d: in %s", step, self._snapshots.objects.address)
-        except (UnreachableError, ObjectsError) as failed:
-            logger.warning(
-                "the newest checkpoint is not in the store of train.work_uri yet: %s", failed
-            )
-        except ValueError as lost:  # LeaseError: told when the context ends
+        except LeaseError as lost:  # told when the context ends
             logger.debug("%s", lost)
+        except (OSError, ObjectsError) as failed:
+            if not self._is_behind:  # once, not at every attempt
+                logger.warning(
+                    "the newest checkpoint is not in the store of train.work_uri yet: %s", failed
+                )
+            self._is_behind = True
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 

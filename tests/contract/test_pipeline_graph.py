@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,44 @@ def sections_of(stage: Stage) -> set[str]:
     return {str(name).partition(".")[0] for name in stage["params"]}
 
 
-def test_every_params_section_is_in_some_stage(root: Path, stages: dict[str, Stage]) -> None:
-    used = set[str]().union(*(sections_of(stage) for stage in stages.values()))
-    assert used == set(Params.model_fields)
+def test_every_params_key_is_in_some_stage(stages: dict[str, Stage]) -> None:
+    """Each section whole: a key that only a part of a section names would leave the others out."""
+    whole = {
+        str(name) for stage in stages.values() for name in stage["params"] if "." not in str(name)
+    }
+    assert whole == set(Params.model_fields)
+
+
+def named_objects(value: object) -> Iterator[str]:
+    """The `polyturn.module:attr` in a params tree."""
+    if isinstance(value, dict):
+        for item in value.values():
+            yield from named_objects(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from named_objects(item)
+    elif isinstance(value, str) and re.fullmatch(r"polyturn[\w.]*:\w+", value):
+        yield value
+
+
+def test_modules_that_params_name_are_deps_of_every_stage_that_reads_the_key(
+    root: Path, stages: dict[str, Stage]
+) -> None:
+    """No import statement shows them; all that params.yaml, recipes and defaults name is looked at."""
+    trees = [yaml.safe_load(path.read_text()) for path in root.glob("recipes/*.yaml")]
+    trees += [yaml.safe_load((root / "params.yaml").read_text()), Params().model_dump(mode="json")]
+    found = {
+        (section, name)
+        for tree in trees
+        for section, part in tree.items()
+        for name in named_objects(part)
+    }
+    assert len(found) > 8
+    for section, name in found:
+        file = name.partition(":")[0].replace(".", "/") + ".py"
+        for stage, declared in stages.items():
+            if section in sections_of(declared):
+                assert file in declared["deps"], f"{stage} reads {section}, which names {name}"
 
 
 def test_declared_params_are_written_in_params_yaml(root: Path, stages: dict[str, Stage]) -> None:

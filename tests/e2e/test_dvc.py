@@ -82,7 +82,7 @@ def test_experiments_run_here_aside_and_in_a_queue(project: ToyProject) -> None:
     run(project, "dvc", "exp", "run", "-S", "seed=3", "-n", "here")
     assert json.loads((project.path / "metrics.json").read_text()) == {"accuracy": 0.3}
     diff = json.loads(run(project, "dvc", "metrics", "diff", "--json"))
-    assert diff["diff"]["metrics.json"]["accuracy"] == {"old": 0.0, "new": 0.3, "diff": 0.3}
+    assert diff["metrics.json"]["accuracy"] == {"old": 0.0, "new": 0.3, "diff": 0.3}
     run(project, "git", "checkout", "--quiet", ".")
     run(project, "dvc", "checkout")
     run(project, "dvc", "exp", "run", "--temp", "-S", "seed=4", "-n", "aside")

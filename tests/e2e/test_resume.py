@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -228,6 +229,26 @@ def test_two_processes_train_as_one_does_and_survive_kills(
     survived = outputs(project, tmp_path / "survived")
     assert (survived.weights, survived.trajectories) == (two.weights, two.trajectories)
     assert survived.curve == two.curve
+
+
+def test_the_agents_of_a_gang_meet_and_train_as_the_ranks_of_one_host_do(
+    project: ToyProject, undisturbed: Outputs, tmp_path: Path
+) -> None:
+    """Two agents on this host, started as a rendered job starts them on two."""
+    gang = {"launcher": "slurm", "launch": {"num_nodes": 2}, "work_uri": str(tmp_path / "shared")}
+    change(project, learner={"num_processes": 2}, train=gang)
+    refused = project.run(*TRAIN)
+    assert refused.returncode == 2
+    assert "train.launcher: slurm is rendered only" in refused.stdout
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env = {"POLYTURN_RENDEZVOUS": f"127.0.0.1:{probe.getsockname()[1]}"}
+    member = project.start(sys.executable, "-m", "tasks.member", **env)
+    stage = project.run(*TRAIN, **env)
+    said, _ = member.communicate(timeout=120)
+    assert stage.returncode == 0, stage.stdout + said
+    assert member.returncode == 0, said
+    assert_close(undisturbed, outputs(project, tmp_path / "gang"))
 
 
 def rank_pid(project: ToyProject, rank: int) -> int:

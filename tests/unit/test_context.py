@@ -114,9 +114,12 @@ def test_an_unreachable_mlflow_is_named_within_the_time_limit(toy: Toy) -> None:
         ('p = Path("params.yaml"); p.write_text(p.read_text().replace("seed: 0", "seed: 1", 1))',
          "params.yaml: seed (was 0, is 1)"),
         ('Path("data.txt").write_text("other")', "data.txt changed"),
+        ('Path("data.txt").unlink()', "data.txt"),
+        ('with Path("tasks/good.py").open("a") as f: f.write("# new")', "tasks/good.py changed"),
     ],
 )  # fmt: skip
 def test_inputs_that_change_while_a_stage_runs_fail_it(toy: Toy, change: str, named: str) -> None:
+    """PIPE-19: nothing is recorded, and the next repro runs the stage again."""
     project = toy(good=change)
     result = project.run("dvc", "repro")
     assert result.returncode != 0
@@ -127,7 +130,10 @@ def test_inputs_that_change_while_a_stage_runs_fail_it(toy: Toy, change: str, na
     (project.path / "tasks/good.py").write_text(
         (project.path / "tasks/good.py").read_text().replace(change, "pass")
     )
-    assert project.run("dvc", "repro").returncode == 0
+    (project.path / "data.txt").touch()
+    again = project.run("dvc", "repro")
+    assert again.returncode == 0
+    assert "Running stage 'good'" in again.stdout
 
 
 def test_params_of_other_stages_may_change_while_a_stage_runs(toy: Toy) -> None:
