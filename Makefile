@@ -53,6 +53,7 @@ test-full: $(READY) ## demo-size checks: three seeds, byte-identical reruns, ten
 	@$(BIN)/python scripts/check_reproducible.py
 	@$(BIN)/python scripts/check_resume.py --per-run 10
 	@$(BIN)/python scripts/check_learners.py
+	@$(BIN)/python -m pytest -q -m full
 
 check: $(READY) ## lint, format, types, layers, images and services
 	$(BIN)/ruff check .

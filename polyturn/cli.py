@@ -10,6 +10,7 @@ from pathlib import Path
 
 from polyturn import cli_pipeline, cli_registry
 
+_POLICY = "artifacts/policy"  # what evaluate scores unless it is told otherwise
 _SPLITS = ("train", "validation", "test")
 
 
@@ -129,7 +130,7 @@ def _add_gc(parser: argparse.ArgumentParser) -> None:
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
-        default="artifacts/policy",
+        default=_POLICY,
         help="a Hugging Face directory, or a version of the registry: champion, v3, MODEL/3 (%(default)s)",
     )
     parser.add_argument("--split", default="test", choices=_SPLITS)
@@ -217,7 +218,8 @@ def _evaluate(chosen: argparse.Namespace) -> int:
     if chosen.sealed:
         from polyturn import sealed
 
-        print("\n".join(sealed.lines(chosen.policy)))
+        name = "champion" if chosen.policy == _POLICY else chosen.policy
+        print("\n".join(sealed.lines(name)))
         return 0
     request = evaluate_cli.Request(
         policy=chosen.policy,
