@@ -24,7 +24,8 @@ from polyturn.learner.megatron.checkpoint import LANGUAGE, MegatronState
 from polyturn.learner.megatron.offload import DeviceMemory
 from polyturn.learner.megatron.optimizer import Stepper
 from polyturn.learner.megatron.policy import MegatronPolicy, build
-from polyturn.learner.megatron.weights import hf_tensors
+from polyturn.learner.megatron.versions import MegatronError
+from polyturn.learner.megatron.weights import hf_tensors, load_hf
 from polyturn.learner.objective import loss_terms
 from polyturn.learner.scorer import frozen_copy
 from polyturn.learner.shares import Share, Splitter, is_scored, mean_gap, spread
@@ -58,6 +59,7 @@ class MegatronLearner:
     device: torch.device | None = None
 
     def __post_init__(self) -> None:
+        self._check_params()
         self._device = self.device or self.policy.model.device
         self._layout = parallel.set_up(self.world, self.params, self._device)
         is_frozen = self.params.freeze_vision
@@ -71,15 +73,28 @@ class MegatronLearner:
             self.params.micro_batch_tokens,
             0.0 if is_frozen else vision.patch_cost(self.policy),
         )
+        exact = self.policy.model.state_dict()  # keeps what building rounds
         self.model = self._built(self.policy)
         self._reference = None if twin is None else self._built(twin, of=self.model)
         modules = {LANGUAGE: self.model.language, TOWER: self.model.visual}
         self.stepper = Stepper(modules, self.model.config, self.params, self._layout)
+        if self.params.precision == "bfloat16":
+            load_hf(self.model, exact, into=self.stepper.set_main)
         self._state = MegatronState(self.stepper, self._layout)
         self._memory = DeviceMemory(self.stepper, self._looked_up())
         self._offloads = self.params.offload and self._device.type == "cuda"
         if self.params.offload and not self._offloads:
             logger.warning("learner.offload: true does nothing on %s, only on a GPU", self._device)
+
+    def _check_params(self) -> None:
+        if self.params.lora is not None:
+            raise MegatronError(
+                "learner.lora is built for learner.backend: fsdp alone; set it to null, or the backend to fsdp"
+            )
+        if not self.params.reshard_after_forward:
+            logger.warning(
+                "learner.reshard_after_forward does nothing with learner.backend: megatron"
+            )
 
     def _built(self, policy: Policy, *, of: MegatronPolicy | None = None) -> MegatronPolicy:
         """The policy that is trained, or the frozen reference of one, with whose frozen tower it shares features."""

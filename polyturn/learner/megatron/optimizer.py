@@ -67,6 +67,9 @@ class Part:
         (optimizer,) = chained.chained_optimizers
         assert isinstance(optimizer, DistributedOptimizer)
         self.optimizer = optimizer
+        for group in self.optimizer.optimizer.param_groups:
+            if isinstance(optimizer.optimizer, torch.optim.AdamW):
+                group["fused"] = all(main.is_cuda for main in group["params"])
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -88,7 +91,7 @@ class Part:
         state = inner.state[main]
         if not state:
             if isinstance(inner, torch.optim.AdamW):  # fused ones of others count steps by group
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=main.device)
             for key in MOMENTS:
                 state[key] = torch.zeros_like(main, memory_format=torch.preserve_format)
         return state
@@ -163,6 +166,13 @@ class Stepper:
             for name, module in modules.items()
             if any(parameter.requires_grad for parameter in module.parameters())
         }
+
+    def set_main(self, parameter: nn.Parameter, exact: Tensor) -> None:
+        """Start from this weight [W] instead of the rounded one that the module has; what is not trained stays."""
+        for part in self.parts.values():
+            own = part.slice_of(parameter)
+            if own.main is not None:
+                own.main.data.copy_(exact.reshape(-1)[own.start : own.stop])
 
     def zero_gradients(self) -> None:
         """Begin an update."""

@@ -70,6 +70,7 @@ def _join(device: torch.device) -> None:
     """Megatron-Core needs a process group even for one process."""
     if dist.is_initialized():
         return
+    parallel_state.destroy_model_parallel()  # groups of a process group that has gone
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -61,6 +61,17 @@ def test_the_schedule_scales_steps_and_decay_as_with_fsdp(weight_decay: float) -
         assert float((tensor - wanted[name]).abs().max()) < 1e-5, name
 
 
+def test_adapters_are_refused_and_what_does_nothing_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"learner\.lora is built for learner\.backend: fsdp alone"
+    ):
+        learner_of(tiny.qwen3(), lora={})
+    learner_of(tiny.qwen3(), reshard_after_forward=False)
+    assert "learner.reshard_after_forward does nothing" in caplog.text
+
+
 def test_a_frozen_tower_keeps_its_weights_and_is_no_part_of_a_state(tmp_path: Path) -> None:
     learner = learner_of(tiny.qwen3(), freeze_vision=True)
     before = weights_of(learner)
