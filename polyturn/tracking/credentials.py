@@ -22,7 +22,7 @@ def are_asked_for(store: Store) -> bool:
     """Whether the server refuses a caller without credentials; a SQLite file never does."""
     if store.addresses.database is not None:
         return False
-    return _status_without(store.addresses.uri) == _UNAUTHORIZED
+    return _asks(store.addresses.uri)
 
 
 def become_promoter(uri: str) -> None:
@@ -33,7 +33,7 @@ def become_promoter(uri: str) -> None:
     Raises:
         CredentialError: the server asks, and the promoter's variables are not set.
     """
-    if not uri.startswith("http") or _status_without(uri) != _UNAUTHORIZED:
+    if not uri.startswith("http") or not _asks(uri):
         return
     username, password = os.environ.get(USERNAME), os.environ.get(PASSWORD)
     if not username or not password:
@@ -43,6 +43,12 @@ def become_promoter(uri: str) -> None:
         )
     os.environ["MLFLOW_TRACKING_USERNAME"] = username
     os.environ["MLFLOW_TRACKING_PASSWORD"] = password
+
+
+def _asks(uri: str) -> bool:
+    """Where nothing answers without a proxy, that a credential is set stands for being asked for one."""
+    status = _status_without(uri)
+    return status == _UNAUTHORIZED or (status is None and "MLFLOW_TRACKING_USERNAME" in os.environ)
 
 
 def _status_without(uri: str) -> int | None:
