@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, cast
 
+from polyturn.code_digest import code_digest
 from polyturn.params import Params
 from polyturn.types import Problem
 
 Part = Literal["open", "sealed"]
+_GRADER = ("polyturn.reward", "polyturn.grading")  # what turns a reply into right or wrong
 
 
 def is_sealed(problem_id: str, fraction: float) -> bool:
@@ -59,7 +61,9 @@ def digest_of(lines: Iterable[str], settings: Mapping[str, object]) -> str:
 
 
 def _settings(params: Params) -> dict[str, object]:
+    terms = [term.term for term in params.reward.terms]
     return {
+        "code": code_digest([*_GRADER, *(_module(path) for path in (*terms, params.env.build))]),
         "evaluate": params.evaluate.model_dump(
             mode="json", include={"temperature", "samples_per_problem"}
         ),
@@ -70,6 +74,10 @@ def _settings(params: Params) -> dict[str, object]:
             include={"max_turns", "max_new_tokens", "max_turn_tokens", "max_context_tokens"},
         ),
     }
+
+
+def _module(object_path: str) -> str:
+    return object_path.partition(":")[0]
 
 
 def _lines(path: Path, fraction: float, part: Part) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,21 @@ def test_what_decides_how_replies_are_scored_is_in_the_digest_of_the_set(
     file: Path, sections: dict[str, object], is_same: bool
 ):
     assert (digest(file, params()) == digest(file, params(**sections))) == is_same
+
+
+def test_other_code_of_grader_term_or_environment_is_another_set(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = digest(file, params())
+    asked: list[str] = []
+
+    def other(modules: Iterable[str]) -> str:
+        asked.extend(modules)
+        return "other code"
+
+    monkeypatch.setattr(evaluation_set, "code_digest", other)
+    assert digest(file, params()) != before
+    assert set(asked) == {"polyturn.reward", "polyturn.grading", "polyturn.envs.zoom"}
 
 
 def test_other_splits_are_not_part_of_the_set(file: Path):
