@@ -103,7 +103,7 @@ def test_the_server_takes_templates_and_deployments_of_other_pools(
 
 
 def test_schedules_are_examples_and_inactive(team: Team, alice: ToyProject) -> None:
-    names = ("pipeline/cpu-demo", "pipeline/geo3k-gpu", "evaluate/champion", "compare/champion")
+    names = ("pipeline/cpu-demo", "pipeline/geo3k-gpu", "evaluate/champion", "compare/versions")
     for name in names:
         (schedule,) = team.api(f"deployments/name/{name}")["schedules"]
         assert schedule["active"] is False
@@ -204,9 +204,12 @@ def test_two_users_runs_at_the_same_time_are_called_the_same_everywhere(
     assert subprocess.check_output(["git", "status", "--porcelain"], cwd=alice.path) == b""
 
 
-def test_a_promotion_is_told(first_runs: Mapping[str, FlowRun], told: Inbox) -> None:
-    mail = told.wait_for("has a new champion")
-    assert mail["subject"] == "polyturn: polyturn-tiny has a new champion"
+def test_a_promotion_is_told(team: Team, alice: ToyProject, told: Inbox) -> None:
+    code = "from flows.events import promoted; promoted(name='polyturn-geo3k', version=7, alias='champion')"
+    done = alice.run(sys.executable, "-c", code, **team.env, **teams.home_env(alice))
+    assert done.returncode == 0, done.stdout
+    mail = told.wait_for("polyturn-geo3k has a new champion")
+    assert mail["body"] == "version 7 of polyturn-geo3k"
 
 
 def test_a_fresh_clone_pulls_the_results_and_has_nothing_to_run(
@@ -222,7 +225,7 @@ def test_a_fresh_clone_pulls_the_results_and_has_nothing_to_run(
     ):
         done = desk.run(*command, **team.env)
         assert done.returncode == 0, f"{command}\n{done.stdout}"
-    clone = team.checkout("carol", branch="kept")
+    clone = team.checkout("fresh", branch="kept")
     pulled = clone.run("dvc", "pull", **team.env)
     assert pulled.returncode == 0, pulled.stdout
     repro = clone.run("dvc", "repro", **team.env)
@@ -253,7 +256,7 @@ def test_a_run_is_stopped_by_its_name_from_another_machine(
         "pipeline/cpu-demo", "stopped", owner="alice", overrides={**OVERRIDES["alice"], **LONG}
     )
     team.wait_for_line(run_id, "/200 train")
-    elsewhere = team.checkout("dave")
+    elsewhere = team.checkout("laptop")
     asked = elsewhere.run("polyturn", "stop", "stopped", **team.env, **teams.home_env(elsewhere))
     assert asked.returncode == 0, asked.stdout
     run = team.wait(run_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib
+import json
 import math
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from flows import artifacts, automations, graph, options, place, summary
+from flows import artifacts, automations, graph, options, pipeline, place, summary
 from flows.evaluate import EvaluationRequest
 from flows.options import StageOptions, StagesError
 from flows.stage import Handover, StageJob
@@ -21,6 +22,7 @@ from polyturn import cli, workspace
 from polyturn.plan import Plan, StagePlan
 from polyturn.plan_reasons import Reason
 from scripts import work_pools
+from tasks.stage import Result, StageReport
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
@@ -129,6 +131,23 @@ def test_an_evaluation_is_asked_for_as_the_command_line_takes_it(
     chosen = cli.build_parser().parse_args(["evaluate", *request_.arguments("champion")])
     assert (str(chosen.policy), chosen.split, chosen.num) == ("champion", request_.split, request_.num)  # fmt: skip
     assert (chosen.greedy, chosen.ablate_images) == (request_.greedy, request_.ablate_images)
+
+
+@pytest.mark.parametrize(
+    ("alias", "result", "is_told"),
+    [("champion", "ran", True), ("challenger", "ran", False), ("champion", "unchanged", False)],
+)
+def test_a_new_champion_is_announced_by_the_run_that_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alias: str, result: Result, is_told: bool
+) -> None:
+    told: list[dict[str, object]] = []
+    monkeypatch.setattr(pipeline.events, "promoted", lambda **event: told.append(event))
+    record = {"name": "polyturn-geo3k", "version": 7, "alias": alias, "reason": ""}
+    (tmp_path / "registered.json").write_text(json.dumps(record))
+    where = place.Place(tmp_path, place.Identity("a", "o", "b", "c"), is_worktree=True)
+    pipeline._tell(where, StageReport("register", result, 1.0))
+    expected = [{"name": "polyturn-geo3k", "version": 7, "alias": "champion"}]
+    assert told == (expected if is_told else [])
 
 
 def test_silence_is_longer_than_a_few_heartbeats_and_every_end_breaks_it() -> None:
