@@ -111,6 +111,7 @@ def benchmark_params(options: argparse.Namespace, urls: Sequence[str] = ()) -> P
                 "bucket_mb": 2048,
                 "picture_transport": "cuda_ipc",
                 "weight_update": "disk" if is_tiny else "tensor",
+                "dtype": "float32" if is_tiny else "bfloat16",
                 "check_weights": not is_tiny,
                 "check_tensors": 32,
                 "extra_flags": [] if is_tiny else [*SERVER_FLAGS, *server_tokens(options)],

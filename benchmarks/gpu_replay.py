@@ -88,6 +88,7 @@ def params_of(options: argparse.Namespace, urls: list[str]) -> Params:
                     "memory_fraction": 0.9,
                     "picture_transport": "cuda_ipc",
                     "weight_update": "disk" if is_tiny else "tensor",
+                    "dtype": "float32" if is_tiny else "bfloat16",
                     "check_weights": not is_tiny,
                     "extra_flags": [
                         *("--cuda-graph-max-bs-decode", "64", "--max-total-tokens", "131072"),

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from polyturn.checkpoint import CheckpointError
 from polyturn.checkpoint_writer import Snapshot
 from polyturn.clock import Clock
 from polyturn.collect import Collected, collect
@@ -114,11 +115,15 @@ class Rollouts:
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def load(self, directory: Path) -> None:
-        """The learner's state and, where the checkpoint has it, the batch that was sampled ahead (collective)."""
+        """The learner's state and, where the checkpoint has it, the batch that was sampled ahead (collective).
+
+        Raises:
+            CheckpointError: the batch was written by code whose trajectories are other ones.
+        """
         self._parts.learner.load(directory)
         path = directory / BATCH_FILE
         if self._is_ahead and path.exists():
-            self._next = pickle.loads(path.read_bytes())
+            self._next = _read(path)
 
     def snapshot(self) -> Snapshot:
         """The learner's snapshot; rank 0 adds the batch that was sampled ahead (collective)."""
@@ -132,6 +137,19 @@ class Rollouts:
             (directory / BATCH_FILE).write_bytes(batch)
 
         return write
+
+
+def _read(path: Path) -> _Sampled:
+    try:
+        found = pickle.loads(path.read_bytes())
+    except (pickle.UnpicklingError, AttributeError, ImportError, TypeError, EOFError) as error:
+        found = error
+    if isinstance(found, _Sampled):
+        return found
+    raise CheckpointError(
+        f"{path}, the batch that was sampled ahead, cannot be read by this version of the code ({found!r}); go on "
+        "with the code that wrote it, or set train.resume to never"
+    )
 
 
 @functools.cache

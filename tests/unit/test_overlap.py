@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from polyturn import grpo, model, trajectories
+from polyturn.checkpoint import CheckpointError
 from polyturn.learner.base import Logprobs
-from polyturn.overlap import BATCH_FILE
+from polyturn.overlap import BATCH_FILE, Rollouts
 from polyturn.params import Params, ParamsError, parse
 from polyturn.parts import Parts
 from polyturn.render import Renderer
@@ -110,6 +112,20 @@ def test_a_batch_is_kept_in_a_checkpoint_only_where_it_was_sampled_ahead(tmp_pat
         for step in (2, 4):
             path = run.directory / "checkpoints" / f"step_00000{step}" / BATCH_FILE
             assert path.exists() == bool(async_steps)
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1, 2])])
+def test_a_batch_that_other_code_wrote_is_named(tmp_path: Path, content: bytes) -> None:
+    run = Run(tmp_path / "run", ahead(), taught_policy())
+    rollouts = Rollouts(run.parts(), run.params)
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    rollouts.snapshot()(directory)
+    (directory / BATCH_FILE).write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"next_batch.pickle, the batch .* train.resume to never"
+    ):
+        rollouts.load(directory)
 
 
 # -- at the same time ---------------------------------------------------------------------------------------------
