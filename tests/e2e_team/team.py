@@ -130,7 +130,7 @@ class Team:
     def worker(
         self, checkout: ToyProject, *, pool: str = CPU_POOL, name: str = "", **env: str
     ) -> Service:
-        """Start a worker on `pool` that works in `checkout`, as `make worker` does."""
+        """Start a worker on `pool` that works in `checkout`, as `scripts/services.py worker` does."""
         title = name or checkout.path.parent.name
         command = [sys.executable, "scripts/services.py", "worker", "--pool", pool, "--name", title]  # fmt: skip
         log = self.directory / f"worker-{title}.log"

@@ -171,3 +171,22 @@ def test_what_dvc_refuses_is_told(toy: Toy) -> None:
     (project.path / ".dvc/config.local").write_text("[core")
     with pytest.raises(BootstrapError, match=r"`dvc cache dir.* failed"):
         workspace.create(project.path, "mine", {})
+
+
+def test_a_revision_is_fetched_and_the_remotes_branch_goes_before_the_local_one(
+    toy: Toy, tmp_path: Path
+) -> None:
+    """A branch that somebody has pushed meanwhile, a commit, a name that nobody knows; edits here do not matter."""
+    project = toy(one="pass")
+    host = tmp_path / "host"
+    subprocess.run(["git", "clone", "-q", str(project.path), str(host)], check=True)
+    first = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=host, text=True).strip()
+    workspace.write_params(project.path, {"seed": 7})
+    project.commit()
+    (host / "data.txt").write_text("edited\n")
+    newer = workspace.create(host, "newer", {}, revision="main")
+    older = workspace.create(host, "older", {}, revision=first)
+    assert [params.load(path / "params.yaml").seed for path in (newer, older)] == [7, 0]
+    assert (newer / "data.txt").read_text() == "data\n"
+    with pytest.raises(WorkspaceError, match=r"revision 'nowhere' .*push it first"):
+        workspace.create(host, "none", {}, revision="nowhere")
