@@ -28,6 +28,7 @@ from polyturn.types import Json
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # between attempts to reach a server that is away
+_STOP_S = 5.0  # for a delivery that has begun
 PATH = "path"  # key of a record: a file or directory that goes with it
 
 Record = Mapping[str, Json]
@@ -58,6 +59,7 @@ class Outbox:
     _pending: deque[Record] = field(default_factory=deque[Record])
     _file: IO[str] | None = None
     _thread: threading.Thread | None = None
+    _is_stopped: threading.Event = field(default_factory=threading.Event)
     _posting: threading.Lock = field(default_factory=threading.Lock)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -85,9 +87,21 @@ class Outbox:
             return bool(self._pending)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everything is delivered; False if that takes longer."""
+        """Wait until everything is delivered; False once nothing got through for so long."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, seconds)
+            left = len(self._pending)
+            while left:
+                if not self._changed.wait_for(lambda: len(self._pending) < left, seconds):  # noqa: B023
+                    return False
+                left = len(self._pending)
+        return True
+
+    def stop(self) -> None:
+        """Leave what waits to the next start: nothing more is sent, and a delivery that has begun is waited for."""
+        self._is_stopped.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(_STOP_S)
 
     def _keep(self, record: Record) -> None:
         with self._changed:
@@ -96,12 +110,12 @@ class Outbox:
             kept = _with_copy(record, Path(self._file.name))
             _append(self._file, kept)
             self._pending.append(kept)
-            if self._thread is None:
+            if self._thread is None and not self._is_stopped.is_set():
                 self._thread = threading.Thread(target=self._work, daemon=True, name="outbox")
                 self._thread.start()
 
     def _work(self) -> None:
-        while True:
+        while not self._is_stopped.is_set():
             with self._changed:
                 if not self._pending:
                     assert self._file is not None
@@ -112,12 +126,13 @@ class Outbox:
                     return
                 record, path = self._pending[0], Path(self._file.name) if self._file else None
             if not _try(self.deliver, self.run_id, record):
-                threading.Event().wait(self.retry_s)
+                self._is_stopped.wait(self.retry_s)
                 continue
-            with self._changed:
-                self._pending.popleft()
             if path:
                 _advance(path)
+            with self._changed:
+                self._pending.popleft()
+                self._changed.notify_all()
 
 
 def leftovers(directory: Path, address: str, deliver: Deliver) -> int:

@@ -146,11 +146,12 @@ class Run:
         self.outbox.post(record)
 
     def end(self, status: str, *, wait_s: float = 0.0) -> None:
-        """Close the run as FINISHED, FAILED or KILLED; what still waits for the server is given `wait_s`."""
+        """Close the run as FINISHED, FAILED or KILLED; a server that is still away is given `wait_s`."""
         if self._num_redacted:
             self.set_tags({_REDACTED_TAG: self._num_redacted})
         self.post({"kind": "end", "status": status, "at_ms": int(time.time() * 1000)})
         if self.outbox.is_waiting and not self.outbox.wait(wait_s):
+            self.outbox.stop()
             logger.warning(
                 "run %s: its end (%s) and what it logged while the server was away lie in %s; the next start of a "
                 "stage delivers them",

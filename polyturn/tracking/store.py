@@ -27,6 +27,8 @@ from polyturn.params import TrackingParams
 from polyturn.tracking import relocate, s3
 
 logger = logging.getLogger(__name__)
+# It tells of every attempt to reach a server that is away; so do we, once.
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
 URI_VARIABLE = "POLYTURN_TRACKING_URI"
 ARTIFACTS_VARIABLE = "POLYTURN_ARTIFACT_LOCATION"

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e_team.team import Team
 from tests.toy_project import ToyProject, wait_until
 
-STEPS = 200
+STEPS = 160
 OUTAGE_S = 120.0
 REWARD = "rollout/raw_reward"
 OVERRIDES = {
@@ -19,6 +19,7 @@ OVERRIDES = {
     "train.eval_every": STEPS,
     "train.checkpoint_every": STEPS,
     "tracking.system_metrics_s": 5,
+    "tracking.traces_per_step": 1,
     "seed": 7,
 }
 
@@ -46,7 +47,7 @@ def outage(team: Team, alice: ToyProject) -> tuple[str, float, float]:
     time.sleep(OUTAGE_S)
     team.mlflow.start()
     ended = time.time()
-    found = team.wait(run_id, seconds=600)
+    found = team.wait(run_id, seconds=900)
     log = team.logs(run_id)
     assert found.state == "COMPLETED", log
     assert "does not answer" in log, "the outage is told"

@@ -112,6 +112,39 @@ def test_an_answer_that_is_lost_sends_the_record_again(tmp_path: Path) -> None:
     assert server.numbers == [1, 1]
 
 
+def test_a_server_that_takes_its_time_is_waited_for_as_long_as_it_takes_something(
+    tmp_path: Path,
+) -> None:
+    server = Server()
+    server.is_away = True
+    box = Outbox(tmp_path, "http://here", "r1", server.deliver, retry_s=0.02)
+    for number in range(6):
+        box.post({"n": number})
+
+    def slow(run_id: str, record: Record) -> None:
+        time.sleep(0.15)
+        server.deliver(run_id, record)
+
+    box.deliver = slow
+    server.is_away = False
+    assert box.wait(0.5), "0.9 s in all, and never 0.5 s without a delivery"
+    assert server.numbers == list(range(6))
+
+
+def test_what_is_stopped_is_left_to_the_next_start(tmp_path: Path) -> None:
+    server = Server()
+    server.is_away = True
+    box = outbox(tmp_path, server)
+    box.post({"n": 0})
+    box.stop()
+    server.is_away = False
+    box.post({"n": 1})
+    assert not box.wait(0.2)
+    assert server.taken == []
+    (path,) = tmp_path.glob("*.jsonl")
+    assert len(path.read_text().splitlines()) == 3
+
+
 KILLED = """
 import sys, time
 from pathlib import Path

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from polyturn.params import Params, TrackingParams
 from polyturn.tracking import TrackingError, open_run
+from polyturn.tracking.orphans import close_orphans
 from polyturn.tracking.run import attach_run, flatten
 from tests.unit.tracking.stored import stored_runs
 
@@ -185,3 +187,82 @@ def test_names_are_flattened_with_dots():
         "f": "{}",
         "g": "null",
     }
+
+
+def test_nothing_that_is_recorded_holds_a_secret(project: Path, tmp_path: Path):
+    """Params, tags, text, error, diff, params.yaml and dvc.lock; what was taken out is counted."""
+    secret = "Zx9aB3dE5fG7hJ9kL2mN4pQ6"
+    signed = f"https://bucket.s3.amazonaws.com/a?X-Amz-Signature={secret}"
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    (project / ".gitignore").write_text("mlflow.db*\nmlartifacts\n.polyturn\n")
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], cwd=project, check=True)
+    (project / "params.yaml").write_text(f"data:\n  path: {signed}\n")
+    (project / "dvc.lock").write_text(f"stages: {{a: {{params: {{x: '{signed}'}}}}}}\n")
+    (project / "new.py").write_text(f'client(api_key="{secret}")\n')
+    failed = pytest.raises(ValueError, match="denied")
+    with failed, open_run(TRACKING, root=project, name="train") as run:
+        run.log_params({"data": {"path": signed}})
+        run.set_tags({"source": signed})
+        run.log_text(f"HF_TOKEN={secret}", "notes/note.txt")
+        raise ValueError(f"denied: {signed}")
+    stored = run.store.client.get_run(run.run_id)
+    assert secret not in json.dumps([stored.data.params, stored.data.tags])
+    assert stored.data.params["data.path"].endswith("X-Amz-Signature=[REDACTED]")
+    assert (stored.data.tags["redacted"], stored.data.tags["diff.redacted"]) == ("4", "2")
+    artifacts = Path(run.artifact_uri.removeprefix("file://"))
+    files = [path for path in artifacts.rglob("*") if path.is_file()]
+    assert {"params.yaml", "dvc.lock", "uncommitted.diff", "note.txt"} <= {p.name for p in files}
+    assert [path for path in files if secret in path.read_text()] == []
+    assert "new.py" in (artifacts / "environment/uncommitted.diff").read_text()
+
+
+def test_the_diff_applies_to_the_commit_and_leaves_git_alone(project: Path, tmp_path: Path):
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    (project / ".gitignore").write_text("mlflow.db*\nmlartifacts\n.polyturn\n")
+    (project / "code.py").write_text("a = 1\n")
+    (project / "gone.py").write_text("b = 1\n")
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], cwd=project, check=True)
+    (project / "code.py").write_text("a = 2\n")
+    (project / "gone.py").unlink()
+    (project / "sub").mkdir()
+    (project / "sub" / "new file.py").write_text("c = 3\n")
+    (project / "staged.py").write_text("d = 4\n")
+    subprocess.run([*git, "add", "staged.py"], cwd=project, check=True)
+    for name, content in (("huge.txt", "x" * 2_000_000), (".env", "KEY=x"), ("data.bin", "\0")):
+        (project / name).write_text(content)
+    (project / "metrics.json").write_text("{}")
+    status = ["git", "status", "--porcelain"]
+    before = subprocess.check_output(status, cwd=project)
+    objects = sorted((project / ".git/objects").rglob("*"))
+    with open_run(TRACKING, root=project, name="train") as run:
+        pass
+    assert subprocess.check_output(status, cwd=project) == before
+    assert sorted((project / ".git/objects").rglob("*")) == objects
+    kept = Path(run.artifact_uri.removeprefix("file://")) / "environment/uncommitted.diff"
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(project), str(clone)], check=True)
+    subprocess.run(["git", "apply", str(kept)], cwd=clone, check=True)
+    found = {
+        str(p.relative_to(clone)) for p in clone.rglob("*") if p.is_file() and ".git/" not in str(p)
+    }
+    assert found == {".gitignore", "code.py", "sub/new file.py", "staged.py"}
+    assert (clone / "code.py").read_text() == "a = 2\n"
+
+
+def test_a_run_of_another_host_is_closed_when_it_has_been_silent(project: Path):
+    with open_run(TRACKING, root=project, name="this") as run:
+        client = run.store.client
+        names = {}
+        for name, age in (("silent", 1000), ("alive", 100), ("unknown", None)):
+            tags = {"polyturn.host": "elsewhere/1", "polyturn.process": "1:1"}
+            if age is not None:
+                tags["polyturn.heartbeat"] = str(int(time.time() - age))
+            made = client.create_run(run.store.experiment_id, run_name=name, tags=tags)
+            names[name] = made.info.run_id
+        close_orphans(run.store)
+        found = {name: client.get_run(run_id).info.status for name, run_id in names.items()}
+    assert found == {"silent": "KILLED", "alive": "RUNNING", "unknown": "RUNNING"}
+    reason = client.get_run(names["silent"]).data.tags["ended_by"]
+    assert reason == "no sign of life of its host for 15 minutes"
