@@ -248,13 +248,20 @@ def _record(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def host_processes(checkout: ToyProject) -> list[Process]:
     """The living processes of the host that `checkout` stands for: its worker, its runs, their stages and children."""
-    entry = f"POLYTURN_ROOT={checkout.path}".encode()
+    return _with_variable(f"POLYTURN_ROOT={checkout.path}")
+
+
+def run_processes(run_id: str) -> list[Process]:
+    """The living processes of a flow run: its own, dvc, the stage, and theirs."""
+    return _with_variable(f"PREFECT__FLOW_RUN_ID={run_id}")
+
+
+def _with_variable(entry: str) -> list[Process]:
     found: list[Process] = []
     for directory in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if directory.name.isdigit() and entry in (directory / "environ").read_bytes().split(
-                b"\0"
-            ):
+            variables = (directory / "environ").read_bytes().split(b"\0")
+            if directory.name.isdigit() and entry.encode() in variables:
                 process = processes.find(int(directory.name))
                 found += [process] if process and process.is_alive else []
     return found
