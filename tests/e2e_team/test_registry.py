@@ -19,12 +19,14 @@ SEED = 21  # no other test's: the two runs are scored on one set, which no other
 
 @pytest.fixture(scope="module")
 def versions(team: Team, alice: ToyProject) -> dict[str, int]:
-    """Registry versions of two pipeline runs that differ in the learning rate, by flow run name."""
+    """Registry versions of two pipeline runs, by flow run name; the second gains from entropy, so that it gets weights of
+    its own though the tiny recipe earns no reward."""
+    second = {"learner.lr": 1e-3, "loss.entropy_coef": 0.1}
     asked = {
         name: team.submit(
-            "pipeline/cpu-demo", name, owner="alice", overrides={"seed": SEED, "learner.lr": lr}
+            "pipeline/cpu-demo", name, owner="alice", overrides={"seed": SEED, **changes}
         )
-        for name, lr in (("reg-1", 3e-4), ("reg-2", 1e-3))
+        for name, changes in (("reg-1", {}), ("reg-2", second))
     }
     for run_id in asked.values():
         ended = team.wait(run_id)
@@ -52,6 +54,7 @@ def test_the_two_are_compared_on_one_set_from_a_clone_that_ran_neither(
     code, said = polyturn(team, host, "compare", first, second, "--markdown")
     assert code == 0, said
     assert f"## {MODEL} {second} against {MODEL} {first}" in said
+    assert first != second
     assert "| sampled | 16 | 0." in said
     assert "| learner.lr | 0.0003 | 0.001 |" in said
     assert "<svg" in (host.path / "runs/compare.html").read_text()
