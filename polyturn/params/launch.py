@@ -8,7 +8,9 @@ from pydantic import Field
 
 from polyturn.params.fields import PositiveInt, Section
 
-RENDEZVOUS = "POLYTURN_RENDEZVOUS"  # variable with HOST:PORT of the first node, set by a rendered job
+RENDEZVOUS = (
+    "POLYTURN_RENDEZVOUS"  # variable with HOST:PORT of the first node, set by a rendered job
+)
 Launcher = Literal["local", "slurm", "kubernetes"]
 
 

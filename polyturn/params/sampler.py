@@ -43,7 +43,9 @@ class SglangParams(Section):
     request_timeout_s: PositiveFloat = 600.0  # of one reply
     retries: NonNegativeInt = 2  # of one reply, on another server where there is one
     max_concurrency: PositiveInt = 512  # requests in flight over all servers, of all ranks together
-    control_timeout_s: PositiveFloat = 120.0  # of one call other than a reply: weights, cache, memory, version
+    control_timeout_s: PositiveFloat = (
+        120.0  # of one call other than a reply: weights, cache, memory, version
+    )
 
     @model_validator(mode="after")
     def _placement(self) -> SglangParams:

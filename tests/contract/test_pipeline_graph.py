@@ -101,7 +101,7 @@ def named_objects(value: object) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from named_objects(item)
-    elif isinstance(value, str) and re.fullmatch(r"polyturn[\w.]*:\w+", value):
+    elif isinstance(value, str) and re.fullmatch(r"polyturn\.[\w.]+:\w+", value):
         yield value
 
 

@@ -13,7 +13,19 @@ from polyturn.trajectories import save_pictures
 from polyturn.types import Problem
 from tests.unit import tiny
 
-COMMANDS = ("use", "plan", "accept", "storage", "launch", "report", "view", "play", "evaluate", "doctor", "stop")
+COMMANDS = (
+    "use",
+    "plan",
+    "accept",
+    "storage",
+    "launch",
+    "report",
+    "view",
+    "play",
+    "evaluate",
+    "doctor",
+    "stop",
+)
 
 
 @pytest.fixture

@@ -31,14 +31,22 @@ def checkout(tmp_path: Path, template_store: Path) -> Path:
 
 
 def test_the_policy_is_registered_and_the_report_shows_it(checkout: Path):
-    result = subprocess.run(
-        [sys.executable, "-m", "tasks.register"],
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    flow = {"prefect.flow_run_id": "f-1", "prefect.flow_run_name": "shy-owl"}
+    quiet = TrackingParams(system_metrics_s=0)
+    with open_run(quiet, root=checkout, name="shy-owl", tags=flow) as parent:
+        result = subprocess.run(
+            [sys.executable, "-m", "tasks.register"],
+            cwd=checkout,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(REPOSITORY),
+                "POLYTURN_PARENT_RUN_ID": parent.run_id,
+                "POLYTURN_USER": "alice",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert result.returncode == 0, result.stderr
     assert json.loads((checkout / layout.REGISTERED).read_text()) == {
         "name": "polyturn-geo3k",
@@ -54,7 +62,14 @@ def test_the_policy_is_registered_and_the_report_shows_it(checkout: Path):
     assert float(version.tags["accuracy"]) == scores["accuracy"]
     assert float(version.tags["pass_at_2"]) == scores["pass@2"]
     assert {len(version.tags[key]) for key in ("params.digest", "dvc.lock.digest")} == {64}
-    (run,) = stored_runs(checkout)
+    assert version.tags["prefect.flow_run_id"] == "f-1"
+    assert version.tags["dvc.experiment"] == "shy-owl"
+    assert version.tags["mlflow.parentRunId"] == parent.run_id
+    assert version.tags["user"] in ("alice", parent.tags()["mlflow.user"])
+    assert (version.tags["external"], len(version.tags["policy.digest"])) == ("false", 64)
+    (run,) = [r for r in stored_runs(checkout) if r.info.run_name == "register"]
+    for run_id in (run.info.run_id, parent.run_id):
+        assert [f.path for f in client.list_artifacts(run_id, "report")] == ["report/report.html"]
     assert run.info.status == "FINISHED"
     assert run.inputs.dataset_inputs[0].dataset.name == "policy"
     experiment = [run.info.experiment_id]
