@@ -29,10 +29,15 @@ class Gap:
     """Sampler against learner on the first trajectory of each group: logprob differences by turn."""
 
     by_turn: dict[int, list[float]] = field(default_factory=dict)
+    by_sample: list[float] = field(
+        default_factory=list
+    )  # means; one far above the others saw another picture
 
     def add(self, sample: TrainingSample, own: np.ndarray) -> None:
         """Take a sample and the learner's logprobs of it."""
         scored = is_scored(sample)
+        if scored.any():
+            self.by_sample.append(float(np.abs(own - sample.logprobs)[scored].mean()))
         turn = np.cumsum(np.diff(scored.astype(int), prepend=0) == 1)
         for number in range(1, int(turn.max(initial=0)) + 1):
             chosen = scored & (turn == number)
@@ -44,7 +49,8 @@ class Gap:
         if not rows:
             return {}
         rows["all"] = np.concatenate(list(rows.values()))
-        return {
+        of_samples = [float(value) for value in np.quantile(self.by_sample, (0, 0.5, 1))]
+        return {"trajectories_min_median_max": of_samples} | {
             name: {
                 "tokens": len(found),
                 "mean": float(np.abs(found).mean()),
