@@ -275,3 +275,8 @@ def lose(checkout: ToyProject) -> None:
                 os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.1)
     shutil.rmtree(checkout.path.parent)
+
+
+def home_env(checkout: ToyProject) -> dict[str, str]:
+    """The environment in which commands find the modules of a checkout, and not those under test."""
+    return {"PYTHONPATH": str(checkout.path)}

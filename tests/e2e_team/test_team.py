@@ -248,9 +248,7 @@ def test_the_champion_is_scored_by_a_deployment(
     assert "Running stage" not in team.logs(run.id), "the problems come from DVC's cache"
 
 
-def test_a_run_is_stopped_by_its_name_from_another_machine(
-    team: Team, first_runs: Mapping[str, FlowRun], alice: ToyProject
-) -> None:
+def test_a_run_is_stopped_by_its_name_from_another_machine(team: Team, alice: ToyProject) -> None:
     """`polyturn stop` in a checkout in which it does not run: the stage succeeds, and so do those behind it."""
     run_id = team.submit(
         "pipeline/cpu-demo", "stopped", owner="alice", overrides={**OVERRIDES["alice"], **LONG}
@@ -268,9 +266,7 @@ def test_a_run_is_stopped_by_its_name_from_another_machine(
     shutil.rmtree(elsewhere.path.parent)
 
 
-def test_a_cancelled_run_leaves_no_process_and_no_open_run(
-    team: Team, first_runs: Mapping[str, FlowRun], alice: ToyProject
-) -> None:
+def test_a_cancelled_run_leaves_no_process_and_no_open_run(team: Team, alice: ToyProject) -> None:
     """PIPE-24 on a deployment: cancelled in Prefect, KILLED in MLflow, all processes gone within 10 s."""
     run_id = team.submit(
         "pipeline/cpu-demo", "cancelled", overrides={**OVERRIDES["bob"], **LONG, "rollout.temperature": 0.9}
