@@ -302,3 +302,9 @@ def on_two(world: World) -> Everything:
             name: continued(world, name, layout) for name, layout in (("tp", TP2), ("dp", DP2))
         },
     )
+
+
+def on_four(world: World) -> Run:
+    """Two pairs of ranks: each pair shares weights and tokens, the pairs split the samples (collective)."""
+    torch.set_num_threads(1)
+    return run_of("megatron", world, {**TP2_SP, "num_processes": 4})

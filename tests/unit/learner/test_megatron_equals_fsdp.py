@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -249,3 +250,14 @@ def test_any_layout_continues_any_others_checkpoint_and_says_so(
     told = {"tp": "1 x 2", "dp": "2 x 1"}[layout]
     assert f"was written by {told} ranks and is continued by 1 x 1" in caplog.text
     assert f"was written by 1 x 1 ranks and is continued by {told}" in found.output
+
+
+@pytest.mark.full
+def test_two_pairs_of_ranks_do_what_fsdp_does(tmp_path: Path) -> None:
+    (first, *_) = ranks.run(
+        "tests.unit.learner.megatron_scenarios:on_four", tmp_path, size=4, timeout_s=600
+    )
+    assert isinstance(first.outcome, Run), first.output
+    one = row(first.outcome, run_of("fsdp", ONE, {}))
+    assert max(one.loss, one.grad_norm, one.gradient) < 1e-5
+    assert max(one.mean_weight, one.largest_weight) < 1e-2
