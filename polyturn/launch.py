@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from polyturn.params import Params
-from polyturn.params.launch import RENDEZVOUS
+from polyturn.params.launch import NODE, RENDEZVOUS
 
 _STAGE = "dvc repro --single-item train"
 _MEMBER = "python -m tasks.member"
@@ -33,7 +33,7 @@ def render(chosen: Params, root: Path) -> str:
 
 def _node_command(index: str) -> str:
     """Shell: the first node runs the stage, the others join it."""
-    return f'if [ "${index}" = 0 ]; then exec {_STAGE}; else exec {_MEMBER}; fi'
+    return f'export {NODE}="${index}"; if [ "${index}" = 0 ]; then exec {_STAGE}; else exec {_MEMBER}; fi'
 
 
 def _slurm(chosen: Params, root: Path) -> str:

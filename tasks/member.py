@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
 from polyturn import layout, params
+from polyturn.params.launch import NODE
 from polyturn.supported import check_supported
 from tasks import failure, place, ranks
 from tasks.context import log_to, signals_end_it
@@ -22,7 +24,9 @@ def main() -> int:
         with signals_end_it():
             chosen = params.load(layout.PARAMS)
             check_supported(chosen)
-            ranks.run_ranks(chosen, place.shared_directory(chosen), run_id="")
+            ranks.run_ranks(
+                chosen, place.shared_directory(chosen), run_id="", node=int(os.environ[NODE])
+            )
     except (
         BaseException
     ) as error:  # the boundary: whatever happened becomes a line and an exit code

@@ -40,10 +40,10 @@ _MONITOR_S = 0.1  # between looks at the ranks
 _JOIN_S = 3600  # for the hosts of a gang to meet: the stage on the first one brings its inputs up to date before
 
 
-def run_ranks(chosen: Params, work: Path, run_id: str) -> None:
+def run_ranks(chosen: Params, work: Path, run_id: str, *, node: int = 0) -> None:
     """Train on learner.num_processes ranks; they log to the MLflow run `run_id`, and die with this process.
 
-    Those of this host are started here. In a gang (train.launcher) the agents of its hosts meet at the address that
+    Those of this host, the `node`th, are started here. In a gang (train.launcher) the agents of its hosts meet at the address that
     `polyturn.launch` has put into the environment.
 
     Raises:
@@ -65,9 +65,10 @@ def run_ranks(chosen: Params, work: Path, run_id: str) -> None:
         max_nodes=chosen.train.launch.num_nodes,
         nproc_per_node=num_processes,
         run_id=work.name,
-        rdzv_backend="c10d",
+        # static: the stage's node, which has the lease and the MLflow run, also has rank 0
+        rdzv_backend="static" if endpoint else "c10d",
         rdzv_endpoint=endpoint or "127.0.0.1:0",
-        rdzv_configs={"join_timeout": _JOIN_S, "read_timeout": _JOIN_S},
+        rdzv_configs={"rank": node, "timeout": _JOIN_S} if endpoint else {},
         local_addr=None if endpoint else "127.0.0.1",
         max_restarts=0,
         monitor_interval=_MONITOR_S,

@@ -11,6 +11,7 @@ from polyturn.params.fields import PositiveInt, Section
 RENDEZVOUS = (
     "POLYTURN_RENDEZVOUS"  # variable with HOST:PORT of the first node, set by a rendered job
 )
+NODE = "POLYTURN_NODE"  # variable with this node's number in the gang
 Launcher = Literal["local", "slurm", "kubernetes"]
 
 

@@ -243,7 +243,7 @@ def test_the_agents_of_a_gang_meet_and_train_as_the_ranks_of_one_host_do(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         env = {"POLYTURN_RENDEZVOUS": f"127.0.0.1:{probe.getsockname()[1]}"}
-    member = project.start(sys.executable, "-m", "tasks.member", **env)
+    member = project.start(sys.executable, "-m", "tasks.member", **env, POLYTURN_NODE="1")
     stage = project.run(*TRAIN, **env)
     said, _ = member.communicate(timeout=120)
     assert stage.returncode == 0, stage.stdout + said

@@ -49,7 +49,7 @@ def test_every_node_of_the_script_runs_its_part(tmp_path: Path, node: str, expec
         "scontrol": "echo node-a; echo node-b",
         "srun": f'while [ "$1" != bash ]; do shift; done; SLURM_NODEID={node} exec "$@"',
         "dvc": 'echo "dvc $* at $POLYTURN_RENDEZVOUS"',
-        "python": 'echo "python $* at $POLYTURN_RENDEZVOUS"',
+        "python": 'test "$POLYTURN_NODE" = 1; echo "python $* at $POLYTURN_RENDEZVOUS"',
     }
     for name, body in tools.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
