@@ -53,6 +53,8 @@ def body(ctx):
     out = Path("bench") / ctx.name
     out.mkdir(parents=True)
     (out / "done").write_text(str(ctx.params.seed))
+    if ctx.name == "register":
+        Path("registered.json").write_text('{"name": "bench", "version": "0", "alias": ""}')
 
 run_stage(sys.argv[1], body)
 """
