@@ -67,9 +67,12 @@ def find_policy(name: str, loaded: Params) -> Path:
     from polyturn.tracking import fetch_model, versions  # noqa: PLC0415
     from polyturn.tracking.store import connect  # noqa: PLC0415
 
-    version = versions.find_version(
-        connect(loaded.tracking, Path.cwd()), name, loaded.registry.name
-    )
+    try:
+        version = versions.find_version(
+            connect(loaded.tracking, Path.cwd()), name, loaded.registry.name
+        )
+    except ValueError as error:
+        raise ValueError(f"--policy {name} is no directory, and of the registry: {error}") from None
     target = layout.STATE / "cache" / "models" / f"{version.name}-{version.version}"
     if not target.exists():
         address = f"models:/{version.name}/{version.version}"

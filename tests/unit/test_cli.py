@@ -155,7 +155,11 @@ def test_evaluate_prints_the_difference_that_pictures_make(
     assert cli.main(["evaluate", "--num", "0"]) == 2
     assert "--num must be at least 1" in capsys.readouterr().err
     assert cli.main(["evaluate", "--policy", "absent"]) == 2
-    assert "--policy absent holds no config.json" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "--policy absent is no directory, and of the registry: 'absent' is no version" in told
+    Path("empty").mkdir()
+    assert cli.main(["evaluate", "--policy", "empty"]) == 2
+    assert "--policy empty holds no config.json" in capsys.readouterr().err
 
 
 def _row(problem: Problem) -> dict[str, object]:

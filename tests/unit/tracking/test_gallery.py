@@ -15,6 +15,7 @@ from polyturn.statistics import Interval
 from polyturn.tracking import open_run
 from polyturn.tracking.gallery import ARTIFACTS, Gallery, choose, log_step_files
 from polyturn.tracking.locate import LocateError, locate
+from polyturn.tracking.promotion import Rule
 from polyturn.tracking.registry import Candidate, register
 from polyturn.trajectories import TrajectoryEntry
 from tests.unit.fake_run import STEPS, make_run
@@ -123,7 +124,7 @@ def test_an_alias_leads_to_the_run_that_trained_the_version(project: Path, train
     with open_run(TrackingParams(), root=project, name="register") as run:
         accuracy = Interval(0.5, 0.4, 0.6)
         candidate = Candidate(trained / layout.POLICY, "digest", accuracy, source_run_id=run_id)
-        register(run, candidate, PARAMS.registry)
+        register(run, candidate, PARAMS.registry, rule=Rule(0.0, 2000), root=project)
     name = PARAMS.registry.name
     for alias in ("champion", f"{name}@champion", f"models:/{name}@champion", f"models:/{name}/1"):
         assert locate(alias, PARAMS, project).parent.name == run_id
