@@ -44,7 +44,7 @@ test: $(READY) ## unit, contract and end-to-end tests
 	@$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 test-e2e: $(READY) ## a team's services and runs for real: Postgres, S3, MLflow, Prefect, two workers (15 minutes)
-	@$(BIN)/python -m pytest -q tests/e2e_team
+	@$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile tests/e2e_team
 
 test-ray: $(READY) ## images.engine: ray, with Ray in an environment of its own (.polyturn/ray)
 	@$(BIN)/python scripts/test_ray.py
