@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -33,3 +33,13 @@ def toy(tmp_path: Path) -> Callable[..., ToyProject]:
         return ToyProject.create(tmp_path / "toy", source=ROOT, bodies=bodies)
 
     return make
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Captured text may hold half a surrogate pair (environments may), which pytest-xdist cannot send."""
+    report = yield
+    report.sections = [
+        (name, text.encode("utf-8", "replace").decode()) for name, text in report.sections
+    ]
+    return report
