@@ -31,7 +31,8 @@ def compile_modules(modules: Iterable[nn.Module]) -> None:
 
 
 @functools.cache
-def _compiled(function: Callable[..., object]) -> Callable[..., object]:
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` with its small kernels fused, for any sizes."""
     return torch.compile(function, dynamic=True)
 
 
@@ -66,7 +67,7 @@ class _FusedScore(torch.autograd.Function):
         ctx: _Context, logits: Tensor, targets: Tensor, temperature: float, is_banned: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        statistics = cast("_Statistics", _compiled(_statistics))
+        statistics = cast("_Statistics", compiled(cast("Callable[..., Tensor]", _statistics)))
         logprobs, entropy, normaliser = statistics(logits, targets, temperature, is_banned)
         ctx.save_for_backward(logits, targets, is_banned, entropy, normaliser)
         ctx.temperature = temperature
@@ -80,8 +81,8 @@ class _FusedScore(torch.autograd.Function):
         if logprob_grad is None:
             logprob_grad = torch.zeros_like(entropy)
         slopes = (logprob_grad, entropy_grad, entropy)
-        gradient = cast("Callable[..., Tensor]", _compiled(_gradient))(
-            logits, targets, ctx.temperature, is_banned, normaliser, slopes
+        gradient = compiled(logit_gradient)(
+            logits, ctx.temperature, is_banned, normaliser, targets, slopes
         )
         return gradient, None, None, None
 
@@ -95,7 +96,7 @@ class _Statistics(Protocol):
 def _statistics(
     logits: Tensor, targets: Tensor, temperature: float, is_banned: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = logits.float() / temperature
+    scaled = scaled_logits(logits, temperature)
     allowed = scaled.masked_fill(is_banned, -torch.inf)
     highest = allowed.amax(-1)
     weights = (allowed - highest[:, None]).exp()
@@ -107,21 +108,29 @@ def _statistics(
     return logprobs, entropy, normaliser
 
 
-def _gradient(
+def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
+    """At the sampler's temperature, in float32 or finer."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def logit_gradient(
     logits: Tensor,
-    targets: Tensor,
     temperature: float,
-    is_banned: Tensor,
+    is_excluded: Tensor,
     normaliser: Tensor,
+    targets: Tensor,
     slopes: tuple[Tensor, Tensor | None, Tensor],
 ) -> Tensor:
-    """`slopes`: of the loss by logprob and by entropy, and the entropy."""
+    """Of the logits, [C, V]; `slopes`: of the loss by logprob and by entropy, and the entropy.
+
+    Targets may lie outside of the V rows, where these are a part of the vocabulary.
+    """
     logprob_grad, entropy_grad, entropy = slopes
-    logarithms = logits.float() / temperature - normaliser[:, None]
-    probabilities = logarithms.exp().masked_fill(is_banned, 0.0)
+    logarithms = scaled_logits(logits, temperature) - normaliser[:, None]
+    probabilities = logarithms.exp().masked_fill(is_excluded, 0.0)
     slope = logprob_grad[:, None]
     if entropy_grad is not None:
         slope = slope + entropy_grad[:, None] * (logarithms + entropy[:, None])
-    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     gradient = torch.where(is_target, logprob_grad[:, None], 0.0) - probabilities * slope
     return (gradient / temperature).to(logits.dtype)

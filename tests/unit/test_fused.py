@@ -19,7 +19,7 @@ BANNED = [2, 5]
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions as they are written: compiling them for a CPU takes half a minute."""
-    monkeypatch.setattr(fused, "_compiled", lambda function: function)
+    monkeypatch.setattr(fused, "compiled", lambda function: function)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -61,14 +61,14 @@ def test_a_compiled_learner_gives_the_gradients_of_an_eager_one(
 ) -> None:
     """Traced but not lowered to kernels: that takes half a minute on a CPU (tests/gpu does it for real)."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    fused._compiled.cache_clear()
+    fused.compiled.cache_clear()
     chosen = samples(Renderer(policy))
     eager = learner_of(policy, micro_batch_tokens=90)
     compiled = learner_of(
         policy, micro_batch_tokens=90, compile=True, activation_checkpointing=is_checkpointed
     )
     before, after = update(eager, chosen), update(compiled, chosen)
-    fused._compiled.cache_clear()
+    fused.compiled.cache_clear()
     assert after.loss_metrics["loss"] == pytest.approx(before.loss_metrics["loss"], abs=1e-6)
     wanted = gradients(eager)
     assert wanted

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from polyturn.fused import compiled, logit_gradient, scaled_logits
 from polyturn.logprobs import HowToScore, Scores
 
 
@@ -78,13 +79,8 @@ class VocabHead:
 
     def run(self, function: Callable[..., Tensor], *arguments: object) -> Tensor:
         """Call one of the functions below, fused by torch.compile if that is asked for."""
-        chosen = _compiled(function) if self.how.is_compiled else function
+        chosen = compiled(function) if self.how.is_compiled else function
         return chosen(*arguments)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=True)
 
 
 class _Context(Protocol):
@@ -132,16 +128,12 @@ class _SplitScore(torch.autograd.Function):
             logprob_grad = torch.zeros_like(entropy)
         arguments = (logits, ctx.head.temperature, ctx.head.is_excluded)
         slopes = (logprob_grad, entropy_grad, entropy)
-        return ctx.head.run(_gradient, *arguments, normaliser, targets, slopes), None, None
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        return ctx.head.run(logit_gradient, *arguments, normaliser, targets, slopes), None, None
 
 
 def _largest(logits: Tensor, temperature: float, is_excluded: Tensor) -> Tensor:
     """Of each row, [C]; finite on a rank with nothing but excluded rows."""
-    scaled = _scaled(logits, temperature).masked_fill(is_excluded, -torch.inf)
+    scaled = scaled_logits(logits, temperature).masked_fill(is_excluded, -torch.inf)
     return scaled.amax(-1).clamp(min=torch.finfo(scaled.dtype).min)
 
 
@@ -149,7 +141,7 @@ def _sums(
     logits: Tensor, temperature: float, is_excluded: Tensor, largest: Tensor, targets: Tensor
 ) -> Tensor:
     """This rank's parts of Z, of sum (x - m) exp(x - m) and of x - m at the target, [3, C]."""
-    shifted = _scaled(logits, temperature) - largest[:, None]
+    shifted = scaled_logits(logits, temperature) - largest[:, None]
     weights = shifted.masked_fill(is_excluded, -torch.inf).exp()
     is_here = (targets >= 0) & (targets < logits.shape[1])
     place = torch.where(is_here, targets, 0)
@@ -158,23 +150,3 @@ def _sums(
     return torch.stack(
         [weights.sum(-1), (weights * shifted).sum(-1), torch.where(is_here, at_target, 0.0)]
     )
-
-
-def _gradient(
-    logits: Tensor,
-    temperature: float,
-    is_excluded: Tensor,
-    normaliser: Tensor,
-    targets: Tensor,
-    slopes: tuple[Tensor, Tensor | None, Tensor],
-) -> Tensor:
-    """Of the logits, [C, W]; `slopes`: of the loss by logprob and by entropy, and the entropy."""
-    logprob_grad, entropy_grad, entropy = slopes
-    logarithms = _scaled(logits, temperature) - normaliser[:, None]
-    probabilities = logarithms.exp().masked_fill(is_excluded, 0.0)
-    slope = logprob_grad[:, None]
-    if entropy_grad is not None:
-        slope = slope + entropy_grad[:, None] * (logarithms + entropy[:, None])
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    gradient = torch.where(is_target, logprob_grad[:, None], 0.0) - probabilities * slope
-    return (gradient / temperature).to(logits.dtype)

@@ -189,11 +189,11 @@ def test_a_compiled_policy_gives_the_gradients_of_an_eager_one(
 
     original = torch.compile
     monkeypatch.setattr(torch, "compile", unfused)
-    scores._compiled.cache_clear()
+    scores.compiled.cache_clear()
     wanted = references["Qwen3-VL untied"]
     model = built(wanted.policy, ONE, compile=True, **overrides)
     assert_equal(scored(model, wanted.batch), wanted.scored, with_tower=True)
-    scores._compiled.cache_clear()
+    scores.compiled.cache_clear()
     assert len(compiled) == 2 + 2 + 3, "decoder layers, vision blocks, functions of the logits"
 
 
