@@ -21,15 +21,15 @@ RUN mkdir polyturn && touch polyturn/__init__.py \
 COPY docker/enter.sh docker/healthy.py /opt/polyturn/
 RUN git config --system --add safe.directory '*' \
     && useradd --create-home --uid 1000 polyturn \
-    && mkdir -p /work && chown polyturn /work
+    && mkdir -p /srv && chown polyturn /srv
 USER 1000
 # Settings of polyturn/environment.py that must stand before its code runs.
-ENV POLYTURN_ROOT=/work/polyturn \
-    PYTHONPATH=/work/polyturn \
+ENV POLYTURN_ROOT=/srv/polyturn \
+    PYTHONPATH=/srv/polyturn \
     PREFECT_HOME=/home/polyturn/.prefect \
     PREFECT_SERVER_ANALYTICS_ENABLED=false \
     MLFLOW_DISABLE_TELEMETRY=true \
     DO_NOT_TRACK=1
-WORKDIR /work
+WORKDIR /srv
 ENTRYPOINT ["/usr/bin/tini", "--", "/opt/polyturn/enter.sh"]
 CMD ["worker", "polyturn-cpu"]

@@ -24,13 +24,13 @@ RUN mkdir polyturn && touch polyturn/__init__.py \
     && python3 -c "import torch; assert torch.__version__ == open('torch.version').read().strip()"
 
 COPY docker/enter.sh docker/healthy.py /opt/polyturn/
-RUN git config --system --add safe.directory '*' && mkdir -p /work
-ENV POLYTURN_ROOT=/work/polyturn \
-    PYTHONPATH=/work/polyturn \
-    PREFECT_HOME=/work/.prefect \
+RUN git config --system --add safe.directory '*' && mkdir -p /srv
+ENV POLYTURN_ROOT=/srv/polyturn \
+    PYTHONPATH=/srv/polyturn \
+    PREFECT_HOME=/srv/.prefect \
     PREFECT_SERVER_ANALYTICS_ENABLED=false \
     MLFLOW_DISABLE_TELEMETRY=true \
     DO_NOT_TRACK=1
-WORKDIR /work
+WORKDIR /srv
 ENTRYPOINT ["/usr/bin/tini", "--", "/opt/polyturn/enter.sh"]
 CMD ["worker", "polyturn-gpu"]

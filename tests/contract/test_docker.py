@@ -147,7 +147,7 @@ def test_templates_of_work_pools_fill_all_their_places(root: Path, name: str) ->
     used = {place.name for place in find_placeholders(template["job_configuration"])}
     known = template["variables"]["properties"]
     assert used == set(known)
-    assert known["env"]["default"]["POLYTURN_ROOT"] == "/work/polyturn"
+    assert known["env"]["default"]["POLYTURN_ROOT"] == "/srv/polyturn"
 
 
 def test_a_container_brings_the_code_and_becomes_its_command(root: Path, tmp_path: Path) -> None:
