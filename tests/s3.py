@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import boto3
+import httpx
 from moto.server import ThreadedMotoServer
 
 CREDENTIALS = {
@@ -18,7 +19,7 @@ CREDENTIALS = {
 
 @contextmanager
 def serving(*buckets: str, port: int = 0) -> Iterator[str]:
-    """The address of a server that has these buckets."""
+    """The address of a server, one at a time in a process, with these buckets: empty, unless it comes back at its `port`."""
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it tells of every request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
     server.start()
@@ -31,8 +32,16 @@ def serving(*buckets: str, port: int = 0) -> Iterator[str]:
             aws_access_key_id="key",
             aws_secret_access_key="secret",
         )
+        if port == 0:
+            _forget(url)
         for bucket in buckets:
             client.create_bucket(Bucket=bucket)
         yield url
     finally:
         server.stop()
+
+
+def _forget(url: str) -> None:
+    """Drop what an earlier server of this process was given: moto keeps one state for all of them."""
+    answer = httpx.post(f"{url}/moto-api/reset")
+    assert answer.status_code == httpx.codes.OK, answer.text
