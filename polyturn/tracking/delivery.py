@@ -27,6 +27,8 @@ _HTTP_ERROR = 500
 _TOO_MANY = 429
 _REFUSALS = ("AccessDenied", "NoSuchBucket", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 _POLL_S = 1.0
+# How PostgreSQL, SQLite and MySQL tell that a row is there already; MLflow passes it on as a bad request.
+_CONFLICTS = ("UniqueViolation", "UNIQUE constraint failed", "Duplicate entry")
 T = TypeVar("T")
 
 
@@ -78,6 +80,11 @@ def is_away(error: BaseException) -> bool:
     if isinstance(error, Boto3Error):  # an upload: the cause is in the text alone
         return not any(mark in str(error) for mark in _REFUSALS)
     return True
+
+
+def is_conflict(error: MlflowException) -> bool:
+    """Whether two clients wrote the same new row of the server's database at once, and this one came second."""
+    return any(mark in str(error) for mark in _CONFLICTS)
 
 
 def patiently(store: Store, call: Callable[[], T], wait_s: float) -> T:

@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 from polyturn.params import RegistryParams
 from polyturn.statistics import Interval
 from polyturn.tracking import comparisons, credentials, promotion, versions
-from polyturn.tracking.delivery import speaking
+from polyturn.tracking.delivery import is_conflict, speaking
 from polyturn.tracking.evaluations import RUN_TAG, SET_TAG
 from polyturn.tracking.lineage import directory_digest
 from polyturn.tracking.model_store import (
@@ -34,6 +34,7 @@ from polyturn.tracking.store import Store, TrackingError, store_lock
 logger = logging.getLogger(__name__)
 
 _ACCURACY = "accuracy"
+_ATTEMPTS = 5  # to judge while others move aliases
 _MAX_DIGEST = 36  # characters of a dataset's digest
 
 
@@ -99,8 +100,7 @@ def register(
             check(run.store, uri, policy)
         except ModelStoreError as error:
             raise RegistryError(f"registry.name: {error}; its aliases were not moved") from None
-        verdict = _judge(run, params, version, rule, root)
-        promotion.move(run.store, params.name, version, verdict.alias, verdict.reason)
+        verdict = _settle(run, params, version, rule, root)
     logger.info("%s is %s: %s", uri, verdict.alias, verdict.reason)
     return Registration(params.name, version, verdict.alias, verdict.reason)
 
@@ -189,6 +189,36 @@ def _ensure_registered_model(store: Store, name: str) -> None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
+
+
+def _settle(run: Run, params: RegistryParams, version: int, rule: Rule, root: Path) -> Verdict:
+    """Judge and move the alias; again while another registration on the same server moves aliases meanwhile.
+
+    A server has no lock: what is compared with is the champion before and after judging, and an alias that two
+    registrations give away for the first time is a conflict in its database.
+    """
+    for _ in range(_ATTEMPTS):
+        before = _champion(run.store, params.name)
+        verdict = _judge(run, params, version, rule, root)
+        if _champion(run.store, params.name) != before:
+            continue
+        try:
+            promotion.move(run.store, params.name, version, verdict.alias, verdict.reason)
+        except MlflowException as error:
+            if not is_conflict(error):
+                raise
+            logger.warning("registry.name %r: another registration moved an alias meanwhile; judging again", params.name)  # fmt: skip
+        else:
+            return verdict
+    raise RegistryError(
+        f"registry.name {params.name!r}: other registrations moved its aliases {_ATTEMPTS} times meanwhile; version "
+        f"{version} is registered without an alias: run the stage again"
+    )
+
+
+def _champion(store: Store, name: str) -> int | None:
+    found = promotion.champion(store, name)
+    return None if found is None else int(found.version)
 
 
 def _judge(run: Run, params: RegistryParams, version: int, rule: Rule, root: Path) -> Verdict:

@@ -6,9 +6,10 @@ from pathlib import Path
 import mlflow
 import pytest
 from mlflow.artifacts import download_artifacts
+from mlflow.exceptions import MlflowException
 
 from polyturn.params import RegistryParams, TrackingParams
-from polyturn.tracking import Run, TrackingError, comparisons, open_run
+from polyturn.tracking import Run, TrackingError, comparisons, open_run, promotion
 from polyturn.tracking.lineage import directory_digest, listed_digest
 from polyturn.tracking.registry import Candidate, Registration, RegistryError
 from tests.unit.tracking.scored import PARAMS, candidate, policy, submit
@@ -101,6 +102,58 @@ def test_registering_promotes_nothing_where_it_is_told_not_to(project: Path, run
     assert aliases(run) == {"champion": 1, "challenger": 2}
     again = submit(project, candidate(project, "a", 0.5), by_hand)
     assert (again.version, again.alias) == (1, "champion")
+
+
+@pytest.mark.parametrize(
+    "conflict",
+    [
+        "BAD_REQUEST: (psycopg2.errors.UniqueViolation) duplicate key value violates unique constraint",
+        "BAD_REQUEST: (sqlite3.IntegrityError) UNIQUE constraint failed: registered_model_aliases.name",
+        None,  # the other one is a moment earlier
+    ],
+)
+def test_of_two_registrations_at_once_the_second_is_judged_against_the_first(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, conflict: str | None
+):
+    """Both saw no champion; the database refuses the second alias, or the second champion would never be compared."""
+    submit(project, candidate(project, "a", 0.5))
+    run.store.client.delete_registered_model_alias(PARAMS.name, "champion")
+    real = {"move": promotion.move, "judge": promotion.judge}
+    others = iter([None])
+
+    def other_comes_first(*arguments: object) -> None:
+        for _ in others:
+            real["move"](run.store, PARAMS.name, 1, "champion", "the other one")
+            if conflict:
+                raise MlflowException(conflict)
+
+    def move(*arguments: object) -> object:
+        other_comes_first()
+        return real["move"](*arguments)
+
+    def judge(*arguments: object) -> object:
+        verdict = real["judge"](*arguments)
+        if conflict is None:
+            other_comes_first()
+        return verdict
+
+    monkeypatch.setattr(promotion, "move", move)
+    monkeypatch.setattr(promotion, "judge", judge)
+    entry = submit(project, candidate(project, "b", 33 / 64))
+    assert entry.alias == "challenger"
+    assert "over tiny policy v1 on 64 problems: the lower bound does not exceed" in entry.reason
+    assert aliases(run) == {"champion": 1, "challenger": 2}
+
+
+def test_an_alias_that_is_refused_for_another_reason_ends_the_registration(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*arguments: object) -> None:
+        raise MlflowException("PERMISSION_DENIED: no")
+
+    monkeypatch.setattr(promotion, "move", refuse)
+    with pytest.raises(TrackingError, match="PERMISSION_DENIED"):
+        submit(project, candidate(project, "a", 0.5))
 
 
 def test_every_comparison_on_a_set_is_counted_and_pairs_once(project: Path, run: Run):
