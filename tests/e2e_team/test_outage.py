@@ -18,7 +18,7 @@ OVERRIDES = {
     "learner.decay_steps": STEPS,
     "train.eval_every": STEPS,
     "train.checkpoint_every": STEPS,
-    "tracking.system_metrics_s": 5,
+    "tracking.system_metrics_s": 1,
     "tracking.traces_per_step": 1,
     "seed": 7,
 }

@@ -300,7 +300,9 @@ def test_a_stage_whose_host_is_lost_goes_on_on_another_to_the_same_bytes(
         stages={"train": {"pool": work_pools.GPU, "retries": 2}},
     )
     team.wait_for_line(run_id, "goes to pool")
-    wait_until(lambda: len(team.s3.keys("work/")) > 3, seconds=teams.RUN_S)
+    wait_until(
+        lambda: any("/snapshot_" in key for key in team.s3.keys("work/")), seconds=teams.RUN_S
+    )
     child = team.api("flow_runs/filter", {"flow_runs": {"name": {"any_": ["relay-train"]}}})[0]["id"]  # fmt: skip
     teams.lose(lost)
     team.worker(team.checkout("gpu-2"), pool=work_pools.GPU)
