@@ -48,6 +48,20 @@ class SglangParams(Section):
     )
 
     @model_validator(mode="after")
+    def _addresses(self) -> SglangParams:
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(
+                    f"urls must be addresses such as http://HOST:30000, got {url!r}; write its scheme and host"
+                )
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError(
+                f"urls must name each server once, since each is given the weights, got {list(self.urls)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _placement(self) -> SglangParams:
         if self.urls and self.release_memory:
             raise ValueError(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
 import httpx
+from packaging.version import InvalidVersion, Version
 
-TESTED = ((0, 5, 12), (0, 5, 18))  # first version that works, first that does not count as tested
+# First version that works, first that does not count as tested.
+TESTED = (Version("0.5.12"), Version("0.5.18"))
 
 
 class ServerError(RuntimeError):
@@ -18,7 +21,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Control:
-    """Talks to the server at `url` (http://host:port)."""
+    """Talks to the server at `url` (http://host:port), past any proxy that the environment names, as replies do."""
 
     url: str
     timeout_s: float = 120.0
@@ -26,9 +29,10 @@ class Control:
     def is_healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether /health answers 200; it runs a token through an idle engine."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
+            answer = httpx.get(f"{self.url}/health", timeout=timeout_s, trust_env=False)
         except httpx.HTTPError:
             return False
+        return answer.status_code == 200
 
     def version(self) -> str:
         """SGLang's version."""
@@ -59,7 +63,7 @@ class Control:
         if answer.status_code != 200:
             raise self._refused(path, answer)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
-        told = answer.json() if is_json else None
+        told = self._parsed(path, answer) if is_json and answer.content else None
         if isinstance(told, dict):
             if told.get("success") is False:
                 raise self._refused(path, answer)
@@ -68,18 +72,29 @@ class Control:
 
     def _get(self, path: str) -> Mapping[str, object]:
         try:
-            answer = httpx.get(f"{self.url}{path}", timeout=self.timeout_s)
+            answer = httpx.get(f"{self.url}{path}", timeout=self.timeout_s, trust_env=False)
         except httpx.HTTPError as error:
             raise ServerError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         if answer.status_code != 200:
             raise self._refused(path, answer)
-        return cast("Mapping[str, object]", answer.json())
+        told = self._parsed(path, answer)
+        if not isinstance(told, dict):
+            raise self._refused(path, answer)
+        return cast("Mapping[str, object]", told)
 
     def _send(self, path: str, content: Mapping[str, object]) -> httpx.Response:
         try:
-            return httpx.post(f"{self.url}{path}", json=content, timeout=self.timeout_s)
+            return httpx.post(
+                f"{self.url}{path}", json=content, timeout=self.timeout_s, trust_env=False
+            )
         except httpx.HTTPError as error:
             raise ServerError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+
+    def _parsed(self, path: str, answer: httpx.Response) -> object:
+        try:
+            return answer.json()
+        except ValueError:
+            raise self._refused(path, answer) from None
 
     def _refused(self, path: str, answer: httpx.Response) -> ServerError:
         return ServerError(f"{self.url}{path}: HTTP {answer.status_code}: {answer.text[:500]}")
@@ -91,8 +106,9 @@ def check_version(version: str) -> str | None:
     >>> check_version("0.5.15") is None
     True
     """
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    if len(numbers) == 3 and TESTED[0] <= numbers < TESTED[1]:
+    release: tuple[int, ...] = ()
+    with suppress(InvalidVersion):
+        release = Version(version).release[:3]
+    if TESTED[0].release <= release < TESTED[1].release:
         return None
-    first, last = (".".join(map(str, bound)) for bound in TESTED)
-    return f"SGLang {version} is outside of the tested range {first} <= version < {last}"
+    return f"SGLang {version} is outside of the tested range {TESTED[0]} <= version < {TESTED[1]}"

@@ -23,6 +23,7 @@ class SglangCounts:
     failures: int = 0
     weight_sync_s: float = 0.0
     tensors_compared: int = 0
+    waits: int = 0  # for a server that was busy
 
     def metrics(self) -> dict[str, float]:
         """The counts as metrics; hit rates are those of prompt tokens."""
@@ -39,6 +40,7 @@ class SglangCounts:
             "perf/sampler_latency/max": self.longest_s,
             "perf/recomputed_turns": float(self.recomputed_turns),
             "perf/sampler_retries": float(self.retries),
+            "perf/sampler_waits": float(self.waits),
             "perf/sampler_failures": float(self.failures),
             "perf/update_weights_time": self.weight_sync_s,
             "perf/weights_compared": float(self.tensors_compared),
@@ -55,6 +57,7 @@ def added(counts: Sequence[SglangCounts]) -> SglangCounts:
         longest_s=max(one.longest_s for one in counts),
         recomputed_turns=sum(one.recomputed_turns for one in counts),
         retries=sum(one.retries for one in counts),
+        waits=sum(one.waits for one in counts),
         failures=sum(one.failures for one in counts),
         weight_sync_s=max(one.weight_sync_s for one in counts),
         tensors_compared=sum(one.tensors_compared for one in counts),

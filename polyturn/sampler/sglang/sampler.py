@@ -26,6 +26,15 @@ from polyturn.seeds import derive
 logger = logging.getLogger(__name__)
 
 PROBE_SEEDS, PROBE_TOKENS, PROBE_TEMPERATURE = 8, 8, 5.0
+_BUSY = (
+    429,
+    503,
+)  # a full queue, or a router whose servers are all away: the same request is taken later
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0  # before a busy server is asked again
+
+
+class BusyServerError(ServerError):
+    """A server takes no more requests at present."""
 
 
 class IdenticalSiblingsError(ServerError):
@@ -53,8 +62,9 @@ class SglangSampler:
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Reply]:
         """Sample one reply per request, in the order of the requests, all in flight together.
 
-        A request that fails on its server is tried again (`retries`), on another server if there is one; what
-        remains failed comes back with finish_reason "error".
+        A request that fails on its server is tried again (`retries`), on another server if there is one; a server that is
+        busy is asked again until `request_timeout_s` have passed. What remains failed comes back with finish_reason
+        "error".
         """
         asked = (self._open().submit(self._one(request)) for request in requests)
         return list(await asyncio.gather(*asked))
@@ -112,8 +122,10 @@ class SglangSampler:
             if attempt:
                 self.counts.retries += 1
             try:
-                async with self._open().limit:
-                    answer = await self._post(server, request)
+                answer = await self._answer(server, request)
+            except BusyServerError as error:
+                failure = f"{server.control.url}: {error}, for sampler.sglang.request_timeout_s"
+                break
             except (aiohttp.ClientError, TimeoutError, ServerError) as error:
                 failure = f"{server.control.url}: {type(error).__name__}: {error}"
                 logger.warning("reply %s, attempt %d: %s", request.session, attempt + 1, failure)
@@ -122,6 +134,25 @@ class SglangSampler:
             return self._reply(answer, request)
         self.counts.failures += 1
         return self._failed(f"{failure} (after sampler.sglang.retries {self.params.retries})")
+
+    async def _answer(self, server: Server, request: SampleRequest) -> Mapping[str, object]:
+        """What a server answers; one that is busy is asked again for sampler.sglang.request_timeout_s.
+
+        Raises:
+            BusyServerError: it was busy for that long.
+        """
+        wait_s, waited_s = _FIRST_WAIT_S, 0.0
+        while True:
+            try:
+                async with self._open().limit:
+                    return await self._post(server, request)
+            except BusyServerError:
+                if waited_s + wait_s > self.params.request_timeout_s:
+                    raise
+            self.counts.waits += 1
+            await asyncio.sleep(wait_s)
+            waited_s += wait_s
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _reply(self, answer: Mapping[str, object], request: SampleRequest) -> Reply:
         try:
@@ -161,7 +192,8 @@ class SglangSampler:
             async with self._open().session.post(url, json=content) as response:
                 text = await response.text(errors="replace")
                 if response.status != 200:
-                    raise ServerError(f"HTTP {response.status}: {text[:300]}")
+                    kind = BusyServerError if response.status in _BUSY else ServerError
+                    raise kind(f"HTTP {response.status}: {text[:300]}")
                 return _parsed(text)
         except (TimeoutError, asyncio.CancelledError):
             await asyncio.shield(self._abort(server, rid))

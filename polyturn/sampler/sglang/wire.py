@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,14 +108,17 @@ def reply(answer: Mapping[str, object], *, version: int) -> Reply:
     """
     try:
         meta = cast("Mapping[str, object]", answer["meta_info"])
-        ids = tuple(cast("Sequence[int]", answer["output_ids"]))
+        ids = tuple(int(token) for token in cast("Sequence[int]", answer["output_ids"]))
         scored = cast("Sequence[tuple[float, int, object]]", meta["output_token_logprobs"])
         finish = cast("Mapping[str, object]", meta["finish_reason"])
-        prompt_length = cast("int", meta["prompt_tokens"])
+        kind, told = str(finish["type"]), finish.get("message")
+        prompt_length = int(cast("int", meta["prompt_tokens"]))
         scored_ids = tuple(int(item[1]) for item in scored)
         logprobs = tuple(float(item[0]) for item in scored)
-    except (KeyError, TypeError) as error:
-        raise WireError(f"the answer lacks {error}; it has {sorted(answer)}") from None
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise WireError(
+            f"the answer cannot be read ({type(error).__name__}: {error}); it has {sorted(answer)}"
+        ) from None
     if scored_ids != ids:
         raise WireError(
             f"{len(ids)} output ids and {len(scored_ids)} ids with logprobs differ (first at "
@@ -126,27 +130,31 @@ def reply(answer: Mapping[str, object], *, version: int) -> Reply:
     return Reply(
         token_ids=ids,
         logprobs=logprobs,
-        finish_reason=_finish_reason(finish),
+        finish_reason=_finish_reason(kind),
         prompt_length=prompt_length,
         weight_version=version,
-        error=str(finish["message"]) if finish.get("type") == "abort" else None,
+        error=str(told or "aborted by the server") if kind == "abort" else None,
     )
 
 
 def num_cached(answer: Mapping[str, object]) -> int:
     """Prompt tokens whose keys and values the server still had."""
     meta = cast("Mapping[str, object]", answer["meta_info"])
-    return int(cast("int", meta.get("cached_tokens") or 0))
+    return int(_number(meta.get("cached_tokens")))
 
 
 def latency_s(answer: Mapping[str, object]) -> float:
     """Seconds from the server's receipt of the request to its answer."""
     meta = cast("Mapping[str, object]", answer["meta_info"])
-    return float(cast("float", meta.get("e2e_latency") or 0.0))
+    return _number(meta.get("e2e_latency"))
 
 
-def _finish_reason(finish: Mapping[str, object]) -> FinishReason:
-    kind = finish.get("type")
+def _number(value: object) -> float:
+    """0 for what is none: only metrics read it."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def _finish_reason(kind: str) -> FinishReason:
     if kind in ("stop", "length", "abort"):
         return cast("FinishReason", kind)
     raise WireError(f"finish_reason {kind!r} is none of stop, length, abort")

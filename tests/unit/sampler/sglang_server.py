@@ -114,6 +114,8 @@ class FakeServer:
             return web.Response(text="Internal Server Error", status=500)
         if fault == "null":
             return web.Response(text="null")
+        if fault in ("429", "503"):
+            return web.json_response({"error": "the request queue is full"}, status=int(fault))
         if fault == "disconnect":
             assert request.transport is not None
             request.transport.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -187,6 +189,31 @@ def test_retries_have_an_end_and_the_reply_says_why(server: FakeServer, tmp_path
     assert len(server.bodies) == 2
 
 
+@pytest.mark.parametrize("status", ["429", "503"])
+def test_a_busy_server_is_asked_again_until_it_has_room(
+    status: str, server: FakeServer, tmp_path: Path
+):
+    """THUDM/slime#1328: 503 while a queue is full or a router knows no worker; no attempt is used up by it."""
+    made = sampler(server, directory=tmp_path, retries=0)
+    server.faults = [status, status]
+    (reply,) = ask(made, request())
+    assert reply.finish_reason in ("stop", "length")
+    assert (made.counts.waits, made.counts.retries, made.counts.failures) == (2, 0, 0)
+    assert made.counts.metrics()["perf/sampler_waits"] == 2
+
+
+def test_a_server_that_stays_busy_is_given_up_and_counts_as_living(
+    server: FakeServer, tmp_path: Path
+):
+    made = sampler(server, directory=tmp_path, request_timeout_s=0.5)
+    server.faults = ["503"] * 9
+    (reply,) = ask(made, request())
+    assert "the request queue is full" in (reply.error or "")
+    assert "request_timeout_s" in (reply.error or "")
+    assert len(server.bodies) == 2
+    assert made.fleet.servers[0].is_alive
+
+
 def test_a_hanging_request_is_given_up_and_aborted_by_its_id(server: FakeServer, tmp_path: Path):
     made = sampler(server, directory=tmp_path, request_timeout_s=1.0, retries=1)
     server.faults = ["hang"]
@@ -208,6 +235,67 @@ def test_an_answer_that_cannot_be_trained_on_is_refused(
     (reply,) = ask(made, request())
     assert reply.finish_reason == "error"
     assert said in (reply.error or "")
+
+
+ANSWER = {
+    "output_ids": [7, 8],
+    "meta_info": {
+        "prompt_tokens": 5,
+        "weight_version": "0",
+        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]],
+        "finish_reason": {"type": "stop", "matched": 8},
+    },
+}
+
+
+def answer(**changes: object) -> dict[str, object]:
+    top = {key: changes.pop(key) for key in ("output_ids", "meta_info") if key in changes}
+    return {**ANSWER, "meta_info": {**ANSWER["meta_info"], **changes}, **top}
+
+
+def test_an_answer_is_read():
+    read = wire.reply(answer(cached_tokens=None), version=0)
+    assert (read.token_ids, read.logprobs) == ((7, 8), (-0.5, -0.25))
+    assert (read.prompt_length, read.finish_reason, read.error) == (5, "stop", None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finish_reason": None},  # a request that is still running
+        {"finish_reason": "stop"},  # as the OpenAI endpoints say it
+        {"finish_reason": {}},
+        {"finish_reason": {"type": "tool_calls"}},
+        {"prompt_tokens": None},
+        {"prompt_tokens": "many"},
+        {"prompt_tokens": float("inf")},
+        {"output_token_logprobs": None},  # return_logprob is ignored
+        {"output_token_logprobs": [[-0.5], [-0.25]]},
+        {"output_token_logprobs": [[None, 7, None], [-0.25, 8, None]]},
+        {"output_token_logprobs": [["nan?", 7, None], [-0.25, 8, None]]},
+        {"output_token_logprobs": [[-0.5, None, "a"], [-0.25, 8, "b"]]},
+        {"output_ids": None},
+        {"output_ids": ["a", "b"]},
+        {"meta_info": None},
+        {"meta_info": []},
+    ],
+)
+def test_an_answer_without_its_parts_fails_its_trajectory_alone(changes: dict[str, object]):
+    """NVIDIA-NeMo/Gym#1787 and its kind: other versions and gateways of the engine leave parts out, or say them otherwise."""
+    with pytest.raises(wire.WireError):
+        wire.reply(answer(**changes), version=0)
+
+
+def test_an_abort_needs_no_message_and_counts_need_no_numbers():
+    aborted = wire.reply(answer(finish_reason={"type": "abort"}), version=0)
+    assert (aborted.finish_reason, aborted.error) == ("abort", "aborted by the server")
+    for odd in (None, "12", [], float("nan")):
+        assert wire.num_cached(answer(cached_tokens=odd)) == 0
+        assert wire.latency_s(answer(e2e_latency=odd)) == 0.0
+    assert (wire.num_cached(answer(cached_tokens=3)), wire.latency_s(answer(e2e_latency=2))) == (
+        3,
+        2.0,
+    )
 
 
 def test_an_aborted_reply_is_aborted(server: FakeServer, tmp_path: Path):
@@ -445,7 +533,68 @@ def test_stacked_checksums_do_not_depend_on_the_order_of_the_parts():
 
 @pytest.mark.parametrize("version", ["0.5.11", "0.6.0", "main", "0.5"])
 def test_versions_outside_of_the_tested_range_are_told(version: str):
-    assert "outside of the tested range" in (check_version(version) or "")
+    assert "outside of the tested range 0.5.12 <= version < 0.5.18" in (
+        check_version(version) or ""
+    )
+
+
+@pytest.mark.parametrize(
+    "version", ["0.5.12", "0.5.15.post1", "0.5.15+cu130", "0.5.16rc1", "0.5.17.dev3+g0a1b2c3"]
+)
+def test_builds_of_a_tested_version_are_not_told(version: str):
+    assert check_version(version) is None
+
+
+@pytest.mark.parametrize(
+    ("urls", "said"),
+    [
+        (["10.0.0.7:30000"], "such as http://HOST:30000, got '10.0.0.7:30000'"),
+        (["localhost:30000"], "write its scheme and host"),
+        (["http://"], "write its scheme and host"),
+        (["http://a:1", "http://a:1/"], "each server once"),
+    ],
+)
+def test_addresses_that_are_none_and_servers_named_twice_are_no_params(urls: list[str], said: str):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        SglangParams(urls=tuple(urls))
+
+
+def test_servers_are_reached_past_the_proxy_of_the_environment(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """THUDM/slime#1542: a proxy answers 403 for a server on this host."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    made = sampler(server, directory=tmp_path)
+    assert made.fleet.servers[0].control.is_healthy()
+    assert ask(made, request())[0].finish_reason in ("stop", "length")
+
+
+ODD = {
+    "empty": (b"", "application/json"),
+    "a page": (b"<html>", "application/json"),
+    "a list": (b"[]", "application/json"),
+    "text": (b"ok", "text/plain"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_control_answer_that_is_no_object_is_an_error_of_the_server(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    body, content_type = ODD[kind]
+    found = httpx.Response(200, content=body, headers={"content-type": content_type})
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: found)
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: found)
+    with pytest.raises(ServerError, match="/server_info: HTTP 200"):
+        NOBODY.version()
+    if kind == "a page":
+        with pytest.raises(ServerError, match="/pause: HTTP 200: <html>"):
+            NOBODY.call("/pause", {})
+    else:
+        assert NOBODY.call("/pause", {}) == {}
 
 
 def test_a_port_leaves_room_for_the_ports_that_the_server_derives_from_it():
