@@ -14,7 +14,7 @@ from polyturn.corpus import corpus
 from polyturn.data.files import write_jsonl
 from polyturn.envs.base import load_object, prompt_tools
 from polyturn.params import Params
-from polyturn.render import Renderer
+from polyturn.render import Renderer, TemplateError
 from polyturn.runtime import set_up_torch
 from polyturn.seeds import derive
 from polyturn.types import Problem
@@ -33,9 +33,10 @@ def body(ctx: StageContext) -> None:
         problems, _token_counter(ctx.params, policy), ctx.params.model.max_prompt_tokens
     )
     if not any(problem.split == "train" for problem in kept):
+        first = f" (the first set aside: {set_aside[0]})" if set_aside else ""
         raise ValueError(
             f"model.max_prompt_tokens {ctx.params.model.max_prompt_tokens} leaves no training problem; "
-            "raise it or lower images.max_pixels"
+            f"raise it or lower images.max_pixels{first}"
         )
     model.save(policy, layout.BASE_MODEL)
     write_json(layout.BASE_MODEL / "source.json", source)
@@ -99,7 +100,10 @@ def _token_counter(params: Params, policy: model.Policy) -> Callable[[Problem], 
 
     def count(problem: Problem) -> int:
         tools = prompt_tools(builder, params.env, problem)
-        return len(renderer.prompt(problem.messages, tools).token_ids)
+        try:
+            return len(renderer.prompt(problem.messages, tools).token_ids)
+        except TemplateError as error:  # such as a text that spells an image token
+            raise data.RowError("unrenderable", str(error)) from None
 
     return count
 

@@ -34,9 +34,15 @@ def publish(built: Path, out: Path) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
-    """Write one JSON object per line, keys in the order given; returns the number of lines."""
+    """Write one JSON object per line, keys in the order given; returns the number of lines.
+
+    A lone surrogate, which UTF-8 does not have, is written as the escape that JSON has for it.
+    """
     count = 0
-    with atomic_path(path) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
+    with (
+        atomic_path(path) as partial,
+        partial.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file,
+    ):
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
             count += 1

@@ -188,7 +188,11 @@ def read_rows(path: Path) -> Iterator[Mapping[str, object] | LineError]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 yield from cast("list[dict[str, object]]", batch.to_pylist())
-    except (OSError, ValueError) as error:
+    except (
+        OSError,
+        ValueError,
+        NotImplementedError,
+    ) as error:  # Arrow has classes of its own of each
         raise ParamsError(f"data.path: {path} is not a readable Parquet file: {error}") from None
 
 
@@ -199,7 +203,7 @@ def _read_lines(path: Path) -> Iterator[Mapping[str, object] | LineError]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield LineError(path.name, number, str(error))
                 continue
             if isinstance(row, dict):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from polyturn.data.files import read_jsonl
-from polyturn.data.quarantine import SetAside
+from polyturn.data.quarantine import RowError, SetAside
 from polyturn.types import ImageRecord, Json, Message, Problem, Role
 
 IMAGE_TAG = "<image>"
@@ -126,15 +126,23 @@ def fit(
 ) -> tuple[list[Problem], list[SetAside]]:
     """Split problems into those whose rendered prompt fits and those that are too long for it.
 
-    `count_tokens` gives the length of a problem's prompt with its image pads expanded.
+    `count_tokens` gives the length of a problem's prompt with its image pads expanded; a problem of which it raises
+    RowError is set aside too.
     """
     kept: list[Problem] = []
     set_aside: list[SetAside] = []
     for problem in problems:
-        length = count_tokens(problem)
-        if length <= max_prompt_tokens:
-            kept.append(problem)
+        try:
+            length = count_tokens(problem)
+            if length > max_prompt_tokens:
+                detail = (
+                    f"prompt has {length} tokens, model.max_prompt_tokens is {max_prompt_tokens}"
+                )
+                raise RowError("prompt_too_long", detail)
+        except RowError as error:
+            set_aside.append(
+                SetAside(problem.id, problem.split, "model", error.reason, error.detail)
+            )
             continue
-        detail = f"prompt has {length} tokens, model.max_prompt_tokens is {max_prompt_tokens}"
-        set_aside.append(SetAside(problem.id, problem.split, "model", "prompt_too_long", detail))
+        kept.append(problem)
     return kept, set_aside

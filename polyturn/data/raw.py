@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import shutil
@@ -93,6 +94,7 @@ class RawWriter:
     def _line(self, raw: object, split: str, index: int) -> dict[str, object] | None:
         try:
             row = self._parse(raw, split, index)
+            _check_text(row)
             sources = [self._place(image) for image in row.images]
         except RowError as error:
             name = row_id(raw, split, index)
@@ -155,10 +157,14 @@ class RawWriter:
                 "missing_file", f"{path[:200]!r} is relative, and the dataset has no directory"
             )
         root = self.source.root.resolve()
-        found = (root / name).resolve()
+        try:
+            found = (root / name).resolve()
+            is_there = found.is_file()
+        except (OSError, ValueError):  # too long, or with a zero byte
+            raise RowError("missing_file", f"{path[:200]!r} can be the name of no file") from None
         if not found.is_relative_to(root):
             raise RowError("blocked_path", f"{path[:200]!r} leads out of the dataset")
-        if not found.is_file():
+        if not is_there:
             raise RowError("missing_file", f"{path[:200]!r} does not exist in the dataset")
         name = os.path.relpath(root / name, root).replace(os.sep, "/")
         target = self._target(name)
@@ -180,6 +186,21 @@ class RawWriter:
         target = self.out / PICTURES / folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
+
+
+def _check_text(row: Row) -> None:
+    """Refuse what JSON can say and UTF-8 cannot: half of a pair of surrogates, which no tokenizer takes either.
+
+    Raises:
+        RowError: bad_text.
+    """
+    sources = [image for image in row.images if isinstance(image, str)]
+    text = json.dumps([row.id, row.problem, row.answer, sources, row.metadata], ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20) : error.start + 20]
+        raise RowError("bad_text", f"half a character (a lone surrogate) in {around!a}") from None
 
 
 def _suffix(data: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -11,7 +12,9 @@ from typing import cast
 import numpy as np
 
 from polyturn.data.embedded import Embedded, embed
+from polyturn.data.normalise import FORMATS, sniff
 from polyturn.data.quarantine import RowError
+from polyturn.data.urls import decode_data_uri
 from polyturn.params import DataParams
 from polyturn.types import Json
 
@@ -20,6 +23,7 @@ ROLES = ("system", "user", "assistant")
 ImageSource = (
     str | Embedded
 )  # a URL, data URI or path as written in the dataset; or the picture itself
+_BASE64 = re.compile(r"[A-Za-z0-9+/_=\s-]{64,}")  # the smallest PNG has 90 characters
 Turns = tuple[tuple[str, str], ...]  # (role, text with <image> tags)
 
 
@@ -91,7 +95,7 @@ def _image_list(value: object, name: str) -> list[ImageSource]:
 
 
 def _image(value: object, name: str) -> ImageSource:
-    """One picture in any of its forms: URL, path, data URI, bytes, {"bytes","path"}, {"url"}, array, PIL."""
+    """One picture in any of its forms: URL, path, data URI, base64, bytes, {"bytes","path"}, {"url"}, array, PIL."""
     value = plain(value)
     if isinstance(value, Mapping):
         struct = cast("Mapping[str, object]", value)
@@ -104,8 +108,20 @@ def _image(value: object, name: str) -> ImageSource:
     if isinstance(value, Embedded):
         return value
     if isinstance(value, str) and value.strip():
-        return value.strip()
+        data = _bare_base64(value.strip())
+        return value.strip() if data is None else embed(data, name)
     return embed(value, name)
+
+
+def _bare_base64(text: str) -> bytes | None:
+    """The picture that a text is in base64 without `data:` in front, as many datasets have it; None for an address."""
+    if _BASE64.fullmatch(text) is None:
+        return None
+    try:
+        data = decode_data_uri(f"data:;base64,{text}")
+    except RowError:
+        return None
+    return data if sniff(data) in FORMATS else None
 
 
 def _prompt(

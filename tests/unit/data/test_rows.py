@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 
 import numpy as np
@@ -110,6 +111,9 @@ def test_all_forms_of_a_picture_have_the_same_pixels() -> None:
         np.moveaxis(pixels, 2, 0),
         pixels / 255,
         pixels.astype(np.int64),
+        base64.b64encode(data).decode(),
+        base64.urlsafe_b64encode(data).decode().rstrip("="),
+        {"bytes": base64.encodebytes(data).decode()},
     ]
     limits = ImagesParams()
     expected = normalise(data, limits).sha256
@@ -144,6 +148,17 @@ def test_addresses_stay_as_written(form: object) -> None:
 )
 def test_what_is_no_picture_is_named(picture: object) -> None:
     assert _reason(_row(images=[picture])).reason == "bad_image"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "images/train/figure_00001_of_the_first_part_of_the_collection",
+        "A" * 5000,
+    ],
+)
+def test_a_path_of_letters_is_no_base64(path: str) -> None:
+    assert _parse(_row(images=[path])).images == (path,)
 
 
 def test_stringified_bytes_are_no_path_that_exists() -> None:

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import HfApi
 from PIL import Image
 
-from polyturn.data import read_problems
+from polyturn.data import read_problems, read_quarantine
 from polyturn.data.files import read_jsonl
 from polyturn.data.geo3k import HubSource, hub_commit
 from polyturn.data.raw import RawReport, RawWriter
@@ -272,6 +272,9 @@ def test_rows_that_cannot_be_placed_are_set_aside_by_id(tmp_path: Path) -> None:
         "ftp://a.test/x.png": "blocked_scheme",
         "link.png": "blocked_path",
         str(png((8, 8))): "missing_file",
+        "A" * 5000: "missing_file",  # longer than a path may be (sgl-project/sglang#7199)
+        "images/" + "a" * 300 + ".png": "missing_file",
+        "images/a\0.png": "missing_file",
     }
     rows = _dataset(root)[:1]
     (root / "link.png").symlink_to(tmp_path / "secret.png")
@@ -282,6 +285,27 @@ def test_rows_that_cannot_be_placed_are_set_aside_by_id(tmp_path: Path) -> None:
     assert report.kept["train"] == 1
     assert [row.reason for row in report.set_aside] == [*bad.values(), "duplicate_id"]
     assert {row.stage for row in report.set_aside} == {"fetch"}
+
+
+@pytest.mark.parametrize("column", ["problem", "answer", "note", "id", "images"])
+def test_half_a_character_costs_its_own_row(tmp_path: Path, column: str) -> None:
+    """strands-rl/strands-env#211: JSON has an escape for half a pair of surrogates, and UTF-8 has no bytes for it."""
+    rows = _dataset(tmp_path / "set")[:2]
+    value = "<image>Find x \ud83d." if column == "problem" else "\ud83d"
+    rows[0] = {**rows[0], "id": "half", column: [value] if column == "images" else value}
+    _jsonl(tmp_path / "set" / "problems.jsonl", rows)
+    report = _write(tmp_path / "raw", source="geo3k", path=str(tmp_path / "set"), **ALL)
+    assert report.kept["train"] == 1
+    (found,) = report.set_aside
+    assert found.reason == "bad_text", found
+    assert read_quarantine(tmp_path / "raw" / "quarantine.jsonl") == [found]
+
+
+def test_json_that_is_too_deep_is_a_bad_line(tmp_path: Path) -> None:
+    deep = '{"problem": "x", "answer": "1", "note": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
+    (tmp_path / "train.jsonl").write_text(deep + '{"problem": "x", "answer": "1"}\n')
+    report = _write(tmp_path / "raw", source="geo3k", path=str(tmp_path / "train.jsonl"), **ALL)
+    assert (report.kept["train"], [row.reason for row in report.set_aside]) == (1, ["bad_json"])
 
 
 def test_a_dataset_without_a_usable_row_stops_the_run(tmp_path: Path) -> None:
