@@ -20,13 +20,25 @@ _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r"
 _WORDS: dict[str, Json] = {"true": True, "false": False, "null": None}
 # LaTeX commands whose first letters look like the JSON escapes \b \f \n \r \t.
 _LATEX_COMMANDS = """
-    backslash bar because begin beta beth between bf big bigcap bigcirc bigcup bigg biggl biggr bigl bigr binom
-    bm bmod bot bowtie boxed breve bullet fallingdotseq fbox flat footnotesize forall frac frak frown
-    nabla natural ncong ne nearrow neg neq nexists ngeq ni nleq nmid normalsize not notin nparallel nsim nsubseteq
-    nu nwarrow rVert rangle rbrace rbrack rceil real rfloor rho right rightarrow rightharpoonup
-    rightleftarrows rm root rtimes rvert tan tanh tau tbinom text textbf textdegree textit textnormal textrm
-    textsf textstyle texttt tfrac therefore theta thickapprox thicksim tilde times tiny to top triangle
-    triangledown triangleleft triangleq triangleright tt
+    backepsilon backprime backsim backsimeq backslash bar barwedge bbox bcancel because begin begingroup beta beth between
+    bf bfseries big bigcap bigcirc bigcup bigg biggl biggm biggr bigl bigm bigodot bigoplus bigotimes bigr bigskip bigsqcup
+    bigstar bigtriangledown bigtriangleup biguplus bigvee bigwedge binom blacklozenge blacksquare blacktriangle
+    blacktriangledown blacktriangleleft blacktriangleright bm bmatrix bmod bold boldsymbol bot bowtie boxdot boxed boxminus
+    boxplus boxtimes bra brace brack braket breve buildrel bullet bumpeq
+    fallingdotseq fbox fcolorbox fint flat footnote footnotesize forall frac frak framebox frown
+    nLeftarrow nLeftrightarrow nRightarrow nVDash nVdash nabla natural ncong ne nearrow neg negmedspace negthickspace
+    negthinspace neq newcommand newline nexists ngeq ngeqq ngeqslant ngtr ni nleftarrow nleftrightarrow nleq nleqq nleqslant
+    nless nmid noalign nobreak nobreakspace noindent nolimits nonumber norm normalfont normalsize not notag notin notni
+    nparallel nprec npreceq nrightarrow nshortmid nshortparallel nsim nsubset nsubseteq nsubseteqq nsucc nsucceq nsupset
+    nsupseteq nsupseteqq ntriangleleft ntrianglelefteq ntriangleright ntrianglerighteq nu nvDash nvdash nwarrow
+    rBrace rVert raisebox rang rangle rbag rbrace rbrack rceil real ref reflectbox relax renewcommand restriction
+    rfloor rgroup rhd rho right rightarrow rightarrowtail rightharpoondown rightharpoonup rightleftarrows rightleftharpoons
+    rightrightarrows rightsquigarrow rightthreetimes risingdotseq rlap rm rmoustache root rotatebox rtimes rule rvert
+    tag tan tanh tau tbinom tcolorbox text textasciicircum textasciitilde textbackslash textbf textcirc textcolor textdegree
+    textgreater textit textless textmd textminus textmu textnormal textpm textrm textsc textsf textsl textstyle textsubscript
+    textsuperscript texttt textup tfrac therefore theta thetasym thickapprox thicksim thickspace thinspace tilde times tiny
+    to top triangle triangledown triangleleft trianglelefteq triangleq triangleright trianglerighteq tt
+    twoheadleftarrow twoheadrightarrow
 """
 _LATEX = frozenset(_LATEX_COMMANDS.split())
 

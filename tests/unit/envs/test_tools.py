@@ -116,7 +116,28 @@ def test_single_backslashes_stay_and_grade_right(raw: str, reference: str) -> No
 
 @pytest.mark.parametrize(
     "raw",
-    ["\\frac{1}{2}", "\\text{cm}", "\\nabla", "\\beta", "\\underbrace", "\\right)", "\\theta"],
+    [
+        "\\frac{1}{2}",
+        "\\text{cm}",
+        "\\nabla",
+        "\\beta",
+        "\\underbrace",
+        "\\right)",
+        "\\theta",
+        "\\boldsymbol{5}",
+        "\\textsuperscript{2}",
+        "\\blacksquare",
+        "5 \\tag{1}",
+        "\\rightleftharpoons",
+        "\\fcolorbox",
+        "\\newline",
+        "\\bigtriangleup",
+        "\\trianglerighteq",
+        "\\norm{v}",
+        "30\\textdegree",
+        "\\uparrow",
+        "\\bmatrix",
+    ],
 )
 def test_latex_that_looks_like_a_json_escape_is_not_corrupted(raw: str) -> None:  # TOOL-16
     answer = only_call(answer_call(raw)).arguments["answer"]
