@@ -42,7 +42,7 @@ def _slurm(chosen: Params, root: Path) -> str:
         "job-name": _NAME,
         "nodes": launch.num_nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": chosen.ranks_per_node if chosen.learner.device != "cpu" else None,
+        "gpus-per-node": chosen.gpus_per_node if chosen.learner.device != "cpu" else None,
         "cpus-per-task": launch.cpus_per_node,
         "mem": f"{launch.memory_gb}G",
         "time": f"{launch.hours}:00:00",
@@ -77,7 +77,7 @@ def _kubernetes(chosen: Params, root: Path) -> str:
         "memory": f"{launch.memory_gb}Gi",
     }
     if chosen.learner.device != "cpu":
-        resources["nvidia.com/gpu"] = chosen.ranks_per_node
+        resources["nvidia.com/gpu"] = chosen.gpus_per_node
     container = {
         "name": "train",
         "image": launch.image,

@@ -92,6 +92,14 @@ class Params(Section):
         """Training processes of each host; one GPU each."""
         return self.learner.num_processes // self.train.launch.num_nodes
 
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of each host: one for each training process, and those of SGLang servers that are started beside them."""
+        servers = self.sampler.sglang
+        starts = self.sampler.backend == "sglang" and not servers.urls
+        end = servers.gpu_offset + servers.num_servers * servers.tensor_parallel if starts else 0
+        return max(self.ranks_per_node, end)
+
     @model_validator(mode="after")
     def _gang(self) -> Params:
         nodes, ranks = self.train.launch.num_nodes, self.learner.num_processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -22,24 +23,73 @@ _MODELS = (layout.WARMSTART, layout.BASE_MODEL)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; memory in MiB."""
+    """One GPU; memory in MiB, None where the driver does not say it (a GPU that has the host's memory)."""
 
     name: str
-    total_mib: int
-    free_mib: int
+    total_mib: int | None
+    free_mib: int | None
+    uuid: str = ""
+
+    @property
+    def memory(self) -> str:
+        """What is free of how much."""
+        if self.total_mib is None or self.free_mib is None:
+            return "memory shared with the host"
+        return f"{self.free_mib / 1024:.0f} of {self.total_mib / 1024:.0f} GiB free"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether others leave less than half of it."""
+        if self.total_mib is None or self.free_mib is None:
+            return False
+        return self.free_mib < _MIN_FREE_FRACTION * self.total_mib
 
 
 def installed_gpus() -> list[Gpu]:
-    """What nvidia-smi says; nothing where there is none."""
-    query = ["--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    """What nvidia-smi says of the GPUs that this process may use; nothing where there is none."""
+    query = ["--query-gpu=uuid,memory.total,memory.free,name", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             ["nvidia-smi", *query], capture_output=True, text=True, timeout=20, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    return [Gpu(name, int(total), int(free)) for name, total, free in rows]
+    return visible(read_gpus(done.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def read_gpus(table: str) -> list[Gpu]:
+    """The lines of nvidia-smi; one that is none, such as a warning, is passed over.
+
+    >>> read_gpus("GPU-1, [N/A], [N/A], NVIDIA GB10")
+    [Gpu(name='NVIDIA GB10', total_mib=None, free_mib=None, uuid='GPU-1')]
+    """
+    rows = [[cell.strip() for cell in line.split(",", 3)] for line in table.splitlines()]
+    return [Gpu(row[3], _mib(row[1]), _mib(row[2]), row[0]) for row in rows if len(row) == 4]
+
+
+def visible(found: Sequence[Gpu], chosen: str | None) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES names (numbers, or beginnings of UUIDs), up to the first that there is not.
+
+    A part of a GPU (MIG-...) stands for itself, as nvidia-smi lists whole ones alone.
+    """
+    if chosen is None:
+        return list(found)
+    named: list[Gpu] = []
+    for word in (part.strip() for part in chosen.split(",")):
+        if word.isdecimal():
+            same = list(found)[int(word) :][:1]
+        elif word.startswith("MIG-"):
+            same = [Gpu("a MIG device", None, None, word)]
+        else:
+            same = [gpu for gpu in found if word and gpu.uuid.startswith(word)]
+        if not same:
+            break
+        named.append(same[0])
+    return named
+
+
+def _mib(cell: str) -> int | None:
+    return int(cell) if cell.isdecimal() else None
 
 
 def gpus(site: Site, find: Callable[[], Sequence[Gpu]] = installed_gpus) -> Finding:
@@ -50,30 +100,20 @@ def gpus(site: Site, find: Callable[[], Sequence[Gpu]] = installed_gpus) -> Find
     found = find()
     if not found:
         if learner.device == "cuda":
-            return Finding("gpu", "failed", "learner.device is cuda, and nvidia-smi shows no GPU", "set learner.device: cpu, or mend the driver")  # fmt: skip
+            return Finding("gpu", "failed", "learner.device is cuda, and nvidia-smi shows no GPU", "set learner.device: cpu, or mend the driver or CUDA_VISIBLE_DEVICES")  # fmt: skip
         return Finding("gpu", "skipped", "there is none: training is on the CPU")
     if not has_cuda_build():
         return Finding("gpu", "failed", f"{len(found)} GPUs are here, but torch is a CPU build", "install the CUDA build of torch, or set learner.device: cpu")  # fmt: skip
-    wanted = num_gpus(site.params)
+    wanted = site.params.gpus_per_node
     if wanted > len(found):
         return Finding("gpu", "failed", f"params ask for {wanted} GPUs, {len(found)} are here", "lower learner.num_processes or sampler.sglang.num_servers")  # fmt: skip
     busy = [
-        f"GPU {index} has {gpu.free_mib / 1024:.0f} of {gpu.total_mib / 1024:.0f} GiB free"
-        for index, gpu in enumerate(found[:wanted])
-        if gpu.free_mib < _MIN_FREE_FRACTION * gpu.total_mib
+        f"GPU {index} has {gpu.memory}" for index, gpu in enumerate(found[:wanted]) if gpu.is_busy
     ]
     if busy:
         return Finding("gpu", "failed", "; ".join(busy), "end what else runs there (nvidia-smi shows it)")  # fmt: skip
     first = found[0]
-    return Finding("gpu", "ok", f"{len(found)} x {first.name}, {first.free_mib / 1024:.0f} of {first.total_mib / 1024:.0f} GiB free")  # fmt: skip
-
-
-def num_gpus(chosen: Params) -> int:
-    """GPUs of this host that a run takes: those of the ranks, and of servers that are started beside them."""
-    servers = chosen.sampler.sglang
-    starts = chosen.sampler.backend == "sglang" and not servers.urls
-    end = servers.gpu_offset + servers.num_servers * servers.tensor_parallel if starts else 0
-    return max(chosen.learner.num_processes, end)
+    return Finding("gpu", "ok", f"{len(found)} x {first.name}, {first.memory}")  # fmt: skip
 
 
 def disk(site: Site) -> Finding:

@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from polyturn import layout
@@ -49,8 +51,11 @@ def chat_template(site: Site) -> Finding:
 
 def _growth_problem(template: str, turns: Sequence[tuple[str, str]]) -> str:
     """Where a longer conversation does not begin as the shorter one does; "" if it always does."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = _refuse
+    # What transformers gives templates.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": str}
     environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
     compiled = environment.from_string(template)
 
@@ -73,6 +78,17 @@ def _growth_problem(template: str, turns: Sequence[tuple[str, str]]) -> str:
     return ""
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks for training what the assistant says (transformers, TRL); it is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 wants a set)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
 def _refuse(message: str) -> None:
     raise TemplateError(message)
 
@@ -83,6 +99,8 @@ def _template_in(directory: Path) -> str | None:
     for name in ("chat_template.json", "tokenizer_config.json"):
         if (path := directory / name).is_file():
             found = json.loads(path.read_text()).get("chat_template")
+            if isinstance(found, list):  # named ones
+                found = {item["name"]: item["template"] for item in found}.get("default")
             if isinstance(found, str):
                 return found
     return None

@@ -19,7 +19,7 @@ class Gpu:
     """One GPU as NVIDIA's driver names it."""
 
     name: str
-    memory_gb: float
+    memory_gb: float  # 0: not known
     driver: str
     cuda: str  # the newest CUDA that the driver can run
 
@@ -35,13 +35,21 @@ def gpus() -> tuple[Gpu, ...]:
         return tuple(
             Gpu(
                 str(pynvml.nvmlDeviceGetName(handle)),
-                round(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / 1e9, 1),
+                _memory_gb(handle),
                 driver,
                 cuda,
             )
             for handle in handles
         )
     return ()
+
+
+def _memory_gb(handle: object) -> float:
+    """0 where the driver does not say it: a GPU that has the host's memory."""
+    assert pynvml is not None
+    with suppress(pynvml.NVMLError):
+        return round(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / 1e9, 1)
+    return 0.0
 
 
 def cpu_model() -> str:

@@ -177,6 +177,10 @@ def test_the_slow_conv3d_of_torch_2_9_is_told_with_its_fix(
 # -- the machine ----------------------------------------------------------------------------------------------
 
 H200 = Gpu("NVIDIA H200", 143_000, 142_000)
+GANG = {
+    "learner": {"num_processes": 16},
+    "train": {"launcher": "slurm", "work_uri": "/shared/work", "launch": {"num_nodes": 2}},
+}
 
 
 @pytest.mark.parametrize(
@@ -193,6 +197,9 @@ H200 = Gpu("NVIDIA H200", 143_000, 142_000)
         ),
         ({}, [Gpu("X", 100_000, 49_000)], "failed", "GPU 0 has 48 of 98 GiB free"),
         ({}, [H200, Gpu("X", 100_000, 49_000)], "ok", "2 x NVIDIA H200"),  # the other is not used
+        ({}, [Gpu("NVIDIA GB10", None, None)], "ok", "1 x NVIDIA GB10, memory shared with the host"),
+        (GANG, [H200] * 8, "ok", "8 x NVIDIA H200"),  # those of one of its two hosts
+        (GANG, [H200] * 4, "failed", "params ask for 8 GPUs, 4 are here"),
     ],
 )  # fmt: skip
 def test_gpus_are_counted_and_free(
@@ -208,6 +215,35 @@ def test_gpus_are_counted_and_free(
     assert finding.outcome == outcome, finding
     assert text in finding.detail
     assert bool(finding.fix) == (outcome == "failed")
+
+
+def test_what_nvidia_smi_cannot_say_is_no_missing_gpu() -> None:
+    """llamastash/llamastash#60: GPUs with the host's memory (GB10, Jetson) have [N/A] where others have MiB."""
+    table = "GPU-1, [N/A], [N/A], NVIDIA GB10\nGPU-2, 143000, 142000, NVIDIA H200, SXM\nNo devices were found\n"
+    assert machine.read_gpus(table) == [
+        Gpu("NVIDIA GB10", None, None, "GPU-1"),
+        Gpu("NVIDIA H200, SXM", 143_000, 142_000, "GPU-2"),
+    ]
+    assert machine.read_gpus("") == []
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (None, "abc"),
+        ("", ""),
+        ("2,0", "ca"),
+        ("1, 7, 0", "b"),  # as CUDA: nothing behind one that there is not
+        ("-1", ""),
+        ("GPU-b,GPU-a", "ba"),
+        ("MIG-0a1b", ["a MIG device"]),
+    ],
+)
+def test_the_gpus_of_a_process_are_those_that_its_environment_names(
+    chosen: str | None, names: str | list[str]
+) -> None:
+    found = [Gpu(name, 1, 1, f"GPU-{name}{name}") for name in "abc"]
+    assert [gpu.name for gpu in machine.visible(found, chosen)] == list(names)
 
 
 def test_gpus_under_a_cpu_build_of_torch_are_red(
@@ -377,6 +413,11 @@ STRIPS = PLAIN.replace(
     "{{ m.content if loop.last else m.content.split('</think>')[-1].lstrip('\n') }}",
 )
 NO_END = PLAIN.replace("<|im_end|>", "")
+# What transformers gives a template beside jinja's own: marks for training masks (TRL, llama-cpp-python#2082), `break`
+# and `continue`, and today's date.
+MARKED = PLAIN.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+LOOPED = PLAIN.replace("{% endfor %}", "{% if loop.index > 9 %}{% break %}{% endif %}{% endfor %}")
+DATED = "{{ strftime_now('%Y') }}" + PLAIN
 
 
 @pytest.mark.parametrize(
@@ -386,6 +427,9 @@ NO_END = PLAIN.replace("<|im_end|>", "")
         (STRIPS, "ok", "strips earlier thoughts"),
         (LAST_ONLY, "failed", "with message 3 what was 'first"),
         (NUMBERED, "failed", "with message 3 what was '2<|im_start|>user"),
+        (MARKED, "ok", "keeps its beginning"),
+        (LOOPED, "ok", "keeps its beginning"),
+        (DATED, "ok", "keeps its beginning"),
         (NO_END, "failed", "does not end a reply with <|im_end|>"),
         ("{{ raise_exception('no tools') }}", "failed", "cannot be rendered: no tools"),
         ("{% if %}", "failed", "cannot be rendered"),
@@ -407,6 +451,9 @@ def test_the_template_of_the_small_model_and_of_older_files_is_read(tmp_path: Pa
     assert model.chat_template(site(tmp_path, model={"path": "given"})).outcome == "skipped"
     (given / "tokenizer_config.json").write_text(json.dumps({"chat_template": NUMBERED}))
     assert model.chat_template(site(tmp_path, model={"path": str(given)})).outcome == "failed"
+    named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": NUMBERED}]
+    (given / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert model.chat_template(site(tmp_path, model={"path": str(given)})).outcome == "ok"
     (given / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     assert model.chat_template(site(tmp_path, model={"path": str(given)})).outcome == "ok"
 

@@ -67,6 +67,19 @@ def test_a_gang_without_gpus_asks_for_none() -> None:
     assert "nvidia.com/gpu" not in launch.render(params("kubernetes", device="cpu"), ROOT)
 
 
+def test_a_gang_asks_for_the_gpus_of_its_servers_too() -> None:
+    """A server on GPUs of its own behind the ranks' eight; those given by URL are elsewhere."""
+    own = params("slurm", ranks=16)
+    for sglang, wanted in (
+        ({"gpu_offset": 8, "num_servers": 2, "tensor_parallel": 2}, 12),
+        ({"urls": ["http://server:30000"], "gpu_offset": 8}, 8),
+    ):
+        chosen = parse(
+            {**own.model_dump(mode="json"), "sampler": {"backend": "sglang", "sglang": sglang}}
+        )
+        assert f"#SBATCH --gpus-per-node={wanted}\n" in launch.render(chosen, ROOT)
+
+
 def documents(text: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     service, job = yaml.safe_load_all(text)
     return service, job
