@@ -55,10 +55,13 @@ class Learner(Protocol):
         is_on_policy: bool,
         old_logprobs: Sequence[Logprobs] | None = None,
     ) -> UpdateStats:
-        """One optimizer update over `samples`; see the implementation for `is_on_policy` and `old_logprobs`.
+        """One optimizer update over `samples`.
+
+        With `is_on_policy` the old logprobs are the learner's own, detached (the ratio is 1 and its gradient that of the
+        policy gradient); else they are `old_logprobs`, one array for each sample, or without these the sampler's.
 
         Raises:
-            NonFiniteError: loss or gradients are not finite; the weights are as before.
+            NonFiniteError: loss, a metric of it or gradients are not finite, on every rank; weights are as before.
         """
         ...
 

@@ -23,12 +23,14 @@ from polyturn.world import World
 class Share:
     """This rank's part of a micro-batch: which of the samples (maybe none), and their batch.
 
-    `with_tower`: some sample of the update has a picture, so that the vision tower runs on every rank.
+    `with_tower`: some sample of the update has a picture, so that the vision tower runs on every rank. `has_more`:
+    another micro-batch of the same samples follows.
     """
 
     indices: Sequence[int]
     batch: Batch
     with_tower: bool
+    has_more: bool
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,15 @@ class Splitter:
             max_tokens=self.max_tokens,
             patch_cost=self.patch_cost,
         )
-        # Without any picture the tower must not run at all: its weights then have no gradient, rather than a zero
-        # one that would still move them (by their moments and their decay).
-        with_tower = any(sample.images for sample in samples)
-        for indices in ranks[self.world.rank]:
+        with_tower = has_pictures(samples)
+        mine = ranks[self.world.rank]
+        for number, indices in enumerate(mine, start=1):
             batch = collate(
                 [samples[index] for index in indices],
                 [weights[index] for index in indices],
                 self.renderer,
             )
-            yield Share(indices, batch.to(self.device), with_tower)
+            yield Share(indices, batch.to(self.device), with_tower, number < len(mine))
 
     def gathered(
         self, samples: Sequence[TrainingSample], values: Sequence[Logprobs], indices: Sequence[int]
@@ -93,6 +94,15 @@ def mean_gap(own: Sequence[Logprobs], samples: Sequence[TrainingSample]) -> floa
     ]
     joined = np.concatenate([np.zeros(0), *gaps])
     return float(joined.mean()) if len(joined) else 0.0
+
+
+def has_pictures(samples: Sequence[TrainingSample]) -> bool:
+    """Whether the vision tower runs at all, on any rank.
+
+    Where it does not its weights have no gradient, rather than a zero one that would still move them (by their moments
+    and their decay).
+    """
+    return any(sample.images for sample in samples)
 
 
 def is_scored(sample: TrainingSample) -> npt.NDArray[np.bool_]:

@@ -7,8 +7,8 @@ import torch
 
 from polyturn.fused import fused_scores
 from polyturn.logprobs import _Score
-from polyturn.model import Policy
 from polyturn.render import Renderer
+from tests.unit import tiny
 from tests.unit.learner.scenarios import gradients, learner_of, samples, update
 
 pytestmark = [
@@ -35,10 +35,9 @@ def test_fused_scores_of_half_precision_logits_are_those_of_the_eager_path() -> 
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_compiled_learner_gives_the_gradients_of_an_eager_one(
-    policy: Policy, precision: str
-) -> None:
+def test_a_compiled_learner_gives_the_gradients_of_an_eager_one(precision: str) -> None:
     """Over several micro-batches, so that gradients add up before they are given to the optimizer."""
+    policy = tiny.qwen3()
     chosen = samples(Renderer(policy))
     eager, compiled = (
         learner_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,8 @@ import torch
 
 from polyturn import attention
 from polyturn.model import Policy
-from polyturn.params import SmallModelParams
-from polyturn.render import Renderer
-from polyturn.types import TrainingSample
 from polyturn.world import ONE, World
+from tests.gpu.medium_model import direction, long_samples
 from tests.unit import ranks, tiny
 from tests.unit.learner.scenarios import (
     LORA,
@@ -33,24 +31,10 @@ from tests.unit.learner.scenarios import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("exact_convolutions"),
 ]
 
 CUDA = torch.device("cuda")
-MEDIUM = SmallModelParams(
-    hidden_size=512,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    intermediate_size=1536,
-    vision_hidden_size=256,
-    vision_num_layers=4,
-    vision_num_heads=4,
-    vision_intermediate_size=512,
-    deepstack_layers=(0, 1),
-    vocab_size=512,
-    init_std=0.06,
-)
 ON_TWO = (
     "trained tower",
     "a rank without samples",
@@ -59,36 +43,6 @@ ON_TWO = (
     "adapters in both towers",
     "bfloat16",
 )
-
-
-@pytest.fixture(autouse=True)
-def exact_convolutions() -> Iterator[None]:
-    """cuDNN rounds the patch embedding to TF32 by default."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
-
-
-@pytest.fixture(scope="module")
-def medium() -> Policy:
-    """About 20 M parameters."""
-    return tiny.qwen3(MEDIUM)
-
-
-def long_samples(renderer: Renderer) -> list[TrainingSample]:
-    """Sixteen replies of 40 to 340 tokens, four siblings to a prompt with a picture."""
-    pictures = [tiny.picture(64, 48, shade) for shade in range(4)]
-    return [
-        tiny.training_sample(
-            renderer,
-            40 + 20 * index,
-            images=[pictures[index // 4]],
-            advantage=1.0 - 0.4 * (index % 4),
-            seed=index,
-        )
-        for index in range(16)
-    ]
 
 
 def relative(found: Tensors, wanted: Tensors) -> dict[str, float]:
@@ -101,15 +55,6 @@ def relative(found: Tensors, wanted: Tensors) -> dict[str, float]:
         )
         for name, value in wanted.items()
     }
-
-
-def direction(found: Tensors, wanted: Tensors) -> float:
-    """Cosine between two gradients over all tensors together."""
-    pairs = [
-        (found[n].cpu().double().flatten(), v.cpu().double().flatten()) for n, v in wanted.items()
-    ]
-    one, two = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    return float(one @ two / (one.norm() * two.norm()))
 
 
 @pytest.mark.parametrize("build", [tiny.qwen3, tiny.qwen2_5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,87 +14,30 @@ import torch
 import torch.distributed as dist
 
 from polyturn.model import Policy
-from polyturn.params import SmallModelParams
-from polyturn.render import Renderer
-from polyturn.types import TrainingSample
 from polyturn.world import World
+from tests.gpu.medium_model import cosine, direction, flat, long_samples
 from tests.unit import ranks, tiny
 from tests.unit.learner import scenarios
 from tests.unit.learner.megatron_scenarios import (
     DP2,
     LR,
+    MEGATRON,
     TP2_SP,
     Run,
-    gradients_of,
     learner_of,
     run_of,
-    step,
     two_pictures_each,
-    weights_of,
     whole_gradients,
 )
-from tests.unit.learner.scenarios import Tensors
+from tests.unit.learner.scenarios import Tensors, update, weights_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("exact_convolutions"),
 ]
 
 CUDA = torch.device("cuda")
-MEDIUM = SmallModelParams(
-    hidden_size=512,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    intermediate_size=1536,
-    vision_hidden_size=256,
-    vision_num_layers=4,
-    vision_num_heads=4,
-    vision_intermediate_size=512,
-    deepstack_layers=(0, 1),
-    vocab_size=512,
-    init_std=0.06,
-)
-
-
-@pytest.fixture(autouse=True)
-def exact_convolutions() -> Iterator[None]:
-    """cuDNN rounds the patch embedding to TF32 by default."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
-
-
-@pytest.fixture(scope="module")
-def medium() -> Policy:
-    """About 20 M parameters."""
-    return tiny.qwen3(MEDIUM)
-
-
-def long_samples(renderer: Renderer) -> list[TrainingSample]:
-    """Sixteen replies of 40 to 340 tokens, four siblings to a prompt with a picture."""
-    pictures = [tiny.picture(64, 48, shade) for shade in range(4)]
-    return [
-        tiny.training_sample(
-            renderer,
-            40 + 20 * index,
-            images=[pictures[index // 4]],
-            advantage=1.0 - 0.4 * (index % 4),
-            seed=index,
-        )
-        for index in range(16)
-    ]
-
-
-def flat(tensors: Tensors, like: Tensors) -> torch.Tensor:
-    """All tensors of the names in `like`, end to end on the CPU in float64."""
-    return torch.cat([tensors[name].cpu().double().flatten() for name in sorted(like)])
-
-
-def cosine(one: torch.Tensor, two: torch.Tensor) -> float:
-    return float(one @ two / (one.norm() * two.norm()))
 
 
 def test_float32_gives_what_fsdp_gives() -> None:
@@ -101,10 +45,10 @@ def test_float32_gives_what_fsdp_gives() -> None:
     mine = learner_of(policy, device=CUDA)
     other = scenarios.learner_of(policy, device=CUDA, lr=LR)
     batch = two_pictures_each(mine.renderer)
-    one, two = step(mine, batch), scenarios.update(other, batch)
+    one, two = update(mine, batch), update(other, batch)
     assert one.loss_metrics["loss"] == pytest.approx(two.loss_metrics["loss"], rel=1e-5)
     assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-4)
-    found, wanted = gradients_of(mine), gradients_of(other)
+    found, wanted = whole_gradients(mine), scenarios.gradients(other)
     worst = {
         name: float((found[name] - value).norm() / value.norm().clamp(min=1e-12))
         for name, value in wanted.items()
@@ -121,10 +65,10 @@ def test_bfloat16_is_as_near_to_fsdp_as_bfloat16_is(medium: Policy) -> None:
     chosen = long_samples(mine.renderer)
     before = weights_of(other)
     gap = np.abs(np.concatenate(mine.logprobs(chosen)) - np.concatenate(other.logprobs(chosen)))
-    one = step(mine, chosen, is_on_policy=True)
-    two = scenarios.update(other, chosen, is_on_policy=True)
-    gradients = gradients_of(other)
-    same = cosine(flat(whole_gradients(mine), gradients), flat(gradients, gradients))
+    one = update(mine, chosen, is_on_policy=True)
+    two = update(other, chosen, is_on_policy=True)
+    gradients = scenarios.gradients(other)
+    same = direction(whole_gradients(mine), gradients)
     print(
         f"bfloat16: loss {one.loss_metrics['loss']:.5f} and FSDP {two.loss_metrics['loss']:.5f}, gradient norm "
         f"{one.grad_norm:.4f} and {two.grad_norm:.4f}, logprobs apart by {gap.mean():.4f} (most {gap.max():.3f}), "
@@ -135,8 +79,8 @@ def test_bfloat16_is_as_near_to_fsdp_as_bfloat16_is(medium: Policy) -> None:
     assert one.grad_norm == pytest.approx(two.grad_norm, rel=0.03)
     assert same > 0.99
     for _ in range(4):
-        step(mine, chosen)
-        scenarios.update(other, chosen)
+        update(mine, chosen)
+        update(other, chosen)
     start = flat(before, before)
     # The float32 main weights of both, for steps of 1e-5 are below bfloat16's resolution of most weights.
     moved = [flat(main_weights(mine), before) - start, flat(weights_of(other), before) - start]
@@ -178,7 +122,7 @@ def test_offload_frees_the_gpu_and_gives_everything_back(medium: Policy, precisi
         loss={"kl_coef": 0.1},
     )
     chosen = long_samples(learner.renderer)
-    step(learner, chosen, is_on_policy=True)
+    update(learner, chosen, is_on_policy=True)
     before = {name: tensor.cpu() for name, tensor in weights_of(learner).items()}
     state = learner._state.on_host()["tensors"]
     torch.cuda.empty_cache()
@@ -199,7 +143,7 @@ def test_offload_frees_the_gpu_and_gives_everything_back(medium: Policy, precisi
     assert isinstance(state, dict)
     assert isinstance(again, dict)
     assert all(torch.equal(again[key].data, one.data) for key, one in state.items())
-    assert np.isfinite(step(learner, chosen).loss_metrics["loss"])
+    assert np.isfinite(update(learner, chosen).loss_metrics["loss"])
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -208,16 +152,16 @@ def test_a_state_written_in_the_background_continues_to_the_byte(
 ) -> None:
     learner = learner_of(tiny.qwen3(), device=CUDA, precision=precision)
     batch = two_pictures_each(learner.renderer)
-    step(learner, batch)
+    update(learner, batch)
     write = learner.snapshot()
     thread = threading.Thread(target=write, args=(tmp_path,))
     thread.start()
-    step(learner, batch)  # training goes on
+    update(learner, batch)  # training goes on
     thread.join()
     wanted = weights_of(learner)
     again = learner_of(tiny.qwen3(seed=1), device=CUDA, precision=precision)
     again.load(tmp_path)
-    step(again, batch)
+    update(again, batch)
     for name, tensor in weights_of(again).items():
         assert torch.equal(tensor, wanted[name]), name
 
@@ -232,13 +176,13 @@ def test_recomputed_activations_give_the_same_gradients_in_less_memory(medium: P
         chosen = long_samples(learner.renderer)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step(learner, chosen, is_on_policy=True)
+        update(learner, chosen, is_on_policy=True)
         peaks.append(torch.cuda.max_memory_allocated() - before)
         found.append(whole_gradients(learner))
         del learner
     print(f"peak of an update, MB: {peaks[0] / 1e6:.0f}, recomputed {peaks[1] / 1e6:.0f}")
     assert peaks[1] < peaks[0]
-    assert cosine(flat(found[1], found[0]), flat(found[0], found[0])) > 0.999
+    assert direction(found[1], found[0]) > 0.999
 
 
 def test_speed_is_printed(medium: Policy) -> None:
@@ -262,9 +206,11 @@ def on_two_gpus(world: World) -> dict[str, Run]:
     torch.backends.cudnn.allow_tf32 = False
     return {
         name: run_of(
-            "megatron", world, {**layout, "device": "cuda"}, torch.device("cuda", world.rank)
+            replace(kind, layout={**kind.layout, "device": "cuda"}),
+            world,
+            torch.device("cuda", world.rank),
         )
-        for name, layout in (("TP2 + SP", TP2_SP), ("DP2", DP2))
+        for name, kind in (("TP2 + SP", TP2_SP), ("DP2", DP2))
     }
 
 
@@ -274,12 +220,11 @@ def test_two_gpus_give_what_one_gives(tmp_path: Path) -> None:
     for rank in found:
         if not isinstance(rank.outcome, dict):
             pytest.fail(f"{rank.outcome!r}\n{rank.output}")
-    alone = run_of("megatron", World(), {}, CUDA)
+    alone = run_of(MEGATRON, World(), CUDA)
     for name, run in found[0].outcome.items():
         assert run.loss == pytest.approx(alone.loss, rel=1e-4), name
         assert run.grad_norm == pytest.approx(alone.grad_norm, rel=1e-3), name
-        one, two = (flat(r.gradients, alone.gradients) for r in (run, alone))
-        assert cosine(one, two) > 0.9999, name
+        assert direction(run.gradients, alone.gradients) > 0.9999, name
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -28,13 +28,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from polyturn.learner.megatron.optimizer import MOMENTS, Part, Stepper
+from polyturn.learner.megatron.optimizer import LANGUAGE, MOMENTS, Part, Stepper
 from polyturn.learner.megatron.parallel import Layout
 from polyturn.learner.state import DiskWriter, StateError, told_plainly
 
 logger = logging.getLogger(__name__)
 
-LANGUAGE = "language_model"  # the part whose modules know how their weights are shared
 _MAIN = "fp32_param"
 _KINDS = (_MAIN, *MOMENTS)
 _Sharded = ShardedTensor | ShardedTensorFactory

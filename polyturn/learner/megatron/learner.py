@@ -1,36 +1,32 @@
 """The learner on Megatron-Core: weights shared by tensor-parallel ranks, samples split over data-parallel ones.
 
-Every rank gets all samples of an update. Ranks that share weights take the same share of them and compute the same
-loss; denominators are those of the whole update, and gradients are sums over data-parallel ranks.
+Ranks that share weights take the same share of the samples and compute the same loss. What an update does is in
+`polyturn.learner.passes`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyturn import vision
-from polyturn.learner.base import Logprobs, NonFiniteError, UpdateStats
+from polyturn.learner.base import Logprobs, UpdateStats
+from polyturn.learner.device_memory import Offload
 from polyturn.learner.megatron import parallel
-from polyturn.learner.megatron.checkpoint import LANGUAGE, MegatronState
+from polyturn.learner.megatron.checkpoint import MegatronState
 from polyturn.learner.megatron.offload import DeviceMemory
-from polyturn.learner.megatron.optimizer import Stepper
+from polyturn.learner.megatron.optimizer import LANGUAGE, TOWER, Stepper
 from polyturn.learner.megatron.policy import MegatronPolicy, build
 from polyturn.learner.megatron.versions import MegatronError
 from polyturn.learner.megatron.weights import hf_tensors, load_hf
-from polyturn.learner.objective import loss_terms
+from polyturn.learner.passes import Passes
 from polyturn.learner.scorer import frozen_copy
-from polyturn.learner.shares import Share, Splitter, is_scored, mean_gap, spread
-from polyturn.loss import MetricSums, merged, token_weights
-from polyturn.memory import lowered_by
+from polyturn.learner.shares import Splitter, mean_gap
 from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
 from polyturn.render import Renderer
@@ -38,8 +34,6 @@ from polyturn.types import TrainingSample
 from polyturn.world import ONE, World
 
 logger = logging.getLogger(__name__)
-
-TOWER = "visual"
 
 
 @dataclass
@@ -61,30 +55,38 @@ class MegatronLearner:
     def __post_init__(self) -> None:
         self._check_params()
         self._device = self.device or self.policy.model.device
-        self._layout = parallel.set_up(self.world, self.params, self._device)
+        layout = parallel.set_up(self.world, self.params, self._device)
         is_frozen = self.params.freeze_vision
         twin = None
         if self.loss.needs_reference:
             twin = frozen_copy(self.policy, shares_tower=is_frozen)
-        self._splitter = Splitter(
-            self.renderer,
-            self._layout.data,
-            self._device,
-            self.params.micro_batch_tokens,
-            0.0 if is_frozen else vision.patch_cost(self.policy),
-        )
+        patch_cost = 0.0 if is_frozen else vision.patch_cost(self.policy)
         exact = self.policy.model.state_dict()  # keeps what building rounds
         self.model = self._built(self.policy)
         self._reference = None if twin is None else self._built(twin, of=self.model)
         modules = {LANGUAGE: self.model.language, TOWER: self.model.visual}
-        self.stepper = Stepper(modules, self.model.config, self.params, self._layout)
+        self.stepper = Stepper(modules, self.model.config, self.params, layout)
         if self.params.precision == "bfloat16":
             load_hf(self.model, exact, into=self.stepper.set_main)
-        self._state = MegatronState(self.stepper, self._layout)
+        self._state = MegatronState(self.stepper, layout)
         self._memory = DeviceMemory(self.stepper, self._looked_up())
-        self._offloads = self.params.offload and self._device.type == "cuda"
-        if self.params.offload and not self._offloads:
-            logger.warning("learner.offload: true does nothing on %s, only on a GPU", self._device)
+        self._offload = Offload(self._memory, self._device, is_wanted=self.params.offload)
+        self._passes = Passes(
+            policy=self.model,
+            reference=self._reference,
+            optimizer=self.stepper,
+            splitter=Splitter(
+                self.renderer,
+                layout.data,
+                self._device,
+                self.params.micro_batch_tokens,
+                patch_cost,
+            ),
+            params=self.params,
+            loss=self.loss,
+            world=self.world,
+            data_group=layout.data_group,
+        )
 
     def _check_params(self) -> None:
         if self.params.lora is not None:
@@ -131,82 +133,18 @@ class MegatronLearner:
     ) -> UpdateStats:
         """One optimizer update over `samples`; the result depends on micro-batches and ranks by rounding alone.
 
-        With `is_on_policy` the old logprobs are the learner's own, detached; else they are `old_logprobs`, one array
-        for each sample, or without these the sampler's.
-
         Raises:
             NonFiniteError: loss, a metric of it or gradients are not finite, on every rank; weights are as before.
         """
-        self._require_weights()
-        lengths = torch.tensor([int(is_scored(sample).sum()) for sample in samples])
-        weights = token_weights(lengths, self.loss).tolist()
-        self.stepper.zero_gradients()
-        parts: list[MetricSums] = []
-        for share in self._splitter.shares(samples, weights):
-            old = None
-            if old_logprobs is not None:
-                old = self._splitter.gathered(samples, old_logprobs, share.indices)
-            with lowered_by(
-                "training", {"learner.micro_batch_tokens": self.params.micro_batch_tokens}
-            ):
-                parts.append(self._accumulate(share, old, is_on_policy=is_on_policy))
-        metrics = self._summed(parts).values()
-        self._sum_gradients()
-        norm = self.stepper.clip_gradients()
-        wrong = sorted(name for name, value in metrics.items() if not math.isfinite(value))
-        if wrong or not math.isfinite(norm):
-            self.stepper.zero_gradients()
-            told = f"; not finite: {', '.join(wrong)}" if wrong else ""
-            raise NonFiniteError(f"loss {metrics['loss']}, gradient norm {norm}{told}")
-        num_tokens, learning_rate = int(lengths.sum()), self.params.lr * lr_scale
-        if num_tokens:
-            self.stepper.step(learning_rate, self._touched_by(samples))
-        return UpdateStats(
-            grad_norm=norm, lr=learning_rate, num_tokens=num_tokens, loss_metrics=metrics
+        self._offload.require_weights()
+        return self._passes.update(
+            samples, lr_scale=lr_scale, is_on_policy=is_on_policy, old_logprobs=old_logprobs
         )
-
-    def _accumulate(self, share: Share, old: Tensor | None, *, is_on_policy: bool) -> MetricSums:
-        """Add a micro-batch's gradients; `old` [N] are logprobs to compare with, None: the sampler's."""
-        batch, reference = share.batch, None
-        if self._reference is not None:
-            reference = self._reference.logprobs(batch, with_tower=share.with_tower)
-        scores = self.model.score(
-            batch,
-            with_tower=share.with_tower,
-            with_entropy_gradient=self.loss.needs_entropy_gradient,
-        )
-        terms = loss_terms(
-            self.loss, batch, scores, reference=reference, old=old, is_on_policy=is_on_policy
-        )
-        terms.loss.backward()
-        return terms.sums
-
-    def _sum_gradients(self) -> None:
-        """Sum what the ranks have of each gradient; of the tower's each rank has that of its own pictures."""
-        if TOWER in self.stepper.parts and self._layout.tensor.size > 1:
-            for buffer in self.stepper.parts[TOWER].gradient_buffers():
-                dist.all_reduce(buffer, group=self._layout.tensor_group)
-        self.stepper.sum_gradients()
-
-    def _summed(self, parts: Sequence[MetricSums]) -> MetricSums:
-        """Metrics over all samples: ranks that share weights have computed the same ones."""
-        sums = merged(parts)
-        return sums.all_reduced(self._layout.data_group) if self._layout.data.size > 1 else sums
-
-    def _touched_by(self, samples: Sequence[TrainingSample]) -> list[str]:
-        """The parts that take a step: without any picture the tower has no gradient, rather than one of zeros."""
-        has_pictures = any(sample.images for sample in samples)
-        return [name for name in self.stepper.parts if has_pictures or name != TOWER]
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """The present policy's logprobs of the trained tokens of each sample, [T] and 0 elsewhere (collective)."""
-        self._require_weights()
-        mine: dict[int, Logprobs] = {}
-        for share in self._splitter.shares(samples, [0.0] * len(samples)):
-            scored = self.model.logprobs(share.batch, with_tower=share.with_tower).cpu().numpy()
-            mine |= spread(scored, samples, share.indices)
-        found = {index: one for part in self.world.all_gather(mine) for index, one in part.items()}
-        return [found[index] for index in range(len(samples))]
+        self._offload.require_weights()
+        return self._passes.logprobs(samples)
 
     def logprob_gap(self, samples: Sequence[TrainingSample]) -> float:
         """Mean |learner - sampler| logprob over the trained tokens (0 if there are none), without training."""
@@ -219,28 +157,16 @@ class MegatronLearner:
 
         One weight at a time is gathered; in bfloat16 they are the rounded ones that compute.
         """
-        self._require_weights()
+        self._offload.require_weights()
         return hf_tensors(self.model)
 
     def offload(self) -> float:
         """Move weights and optimizer state from the GPU to host memory and drop gradients; seconds that it took."""
-        if not self._offloads or self._memory.is_away:
-            return 0.0
-        started = time.monotonic()
-        self._memory.free()
-        torch.cuda.empty_cache()
-        return time.monotonic() - started
+        return self._offload.out()
 
     def onload(self) -> float:
         """Undo `offload`; seconds that it took."""
-        if not self._memory.is_away:
-            return 0.0
-        started = time.monotonic()
-        self._memory.take_back()
-        return time.monotonic() - started
-
-    def _require_weights(self) -> None:
-        assert not self._memory.is_away, "the learner is offloaded: onload() first"
+        return self._offload.back()
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -257,7 +183,7 @@ class MegatronLearner:
 
         It may run in a background thread, on every rank, one at a time.
         """
-        self._require_weights()
+        self._offload.require_weights()
         state = self._state.on_host()
         return lambda directory: self._state.write(state, directory)
 
@@ -267,5 +193,5 @@ class MegatronLearner:
         Raises:
             StateError: it is the state of another model or of other learner params.
         """
-        self._require_weights()
+        self._offload.require_weights()
         self._state.read(directory)

@@ -9,7 +9,7 @@ S those of its slice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,6 +30,8 @@ from polyturn.learner.megatron.parallel import Layout
 from polyturn.params import LearnerParams
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LANGUAGE = "language_model"  # the part whose modules know how their weights are shared
+TOWER = "visual"
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ class Stepper:
         layout: Layout,
     ) -> None:
         self._max_norm = params.grad_clip
+        self._layout = layout
         self.parts = {
             name: Part(module, config, params, layout)
             for name, module in modules.items()
@@ -180,14 +183,15 @@ class Stepper:
             part.buffered.zero_grad_buffer()
             part.optimizer.zero_grad()
 
-    def sum_gradients(self) -> None:
-        """Sum over the ranks what each has of a gradient (collective)."""
-        finalize_model_grads([part.buffered for part in self.parts.values()])
-        for part in self.parts.values():
-            part.optimizer.prepare_grads()
+    def expect_more(self, has_more: bool) -> None:
+        """Nothing: gradients stay this rank's own until `finish_gradients`."""
 
-    def clip_gradients(self) -> float:
-        """Clip to learner.grad_clip; the norm before, over all weights of all ranks (collective)."""
+    def finish_gradients(self) -> float:
+        """Sum over the ranks what each has of a gradient, and clip to learner.grad_clip (collective).
+
+        Returns the norm before, over all weights of all ranks.
+        """
+        self._sum_gradients()
         norm = math.hypot(*(float(part.optimizer.get_grad_norm()) for part in self.parts.values()))
         if math.isfinite(norm):
             for part in self.parts.values():
@@ -195,13 +199,25 @@ class Stepper:
                 clip_grad_by_total_norm_fp32(weights, self._max_norm, norm)
         return norm
 
-    def step(self, learning_rate: float, names: Iterable[str]) -> None:
-        """Step the named parts and give all data-parallel ranks the new weights (collective)."""
-        for name in names:
-            optimizer = self.parts[name].optimizer
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            optimizer.step_with_ready_grads()
+    def step(self, learning_rate: float, *, with_tower: bool) -> None:
+        """Step and give all data-parallel ranks the new weights (collective).
+
+        Without `with_tower` the tower takes no step: the zeros in its buffers are no gradient.
+        """
+        for name, part in self.parts.items():
+            if with_tower or name != TOWER:
+                for group in part.optimizer.param_groups:
+                    group["lr"] = learning_rate
+                part.optimizer.step_with_ready_grads()
+
+    def _sum_gradients(self) -> None:
+        """Of the tower's each tensor rank has what its own pictures give."""
+        if TOWER in self.parts and self._layout.tensor.size > 1:
+            for buffer in self.parts[TOWER].gradient_buffers():
+                dist.all_reduce(buffer, group=self._layout.tensor_group)
+        finalize_model_grads([part.buffered for part in self.parts.values()])
+        for part in self.parts.values():
+            part.optimizer.prepare_grads()
 
 
 def _config(params: LearnerParams) -> OptimizerConfig:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
-from polyturn.learner.base import Logprobs, NonFiniteError, UpdateStats
+from polyturn.learner.base import Learner, Logprobs, NonFiniteError, UpdateStats
 from polyturn.learner.fsdp import FsdpLearner
-from polyturn.learner.offload import HostCopy
 from polyturn.learner.sharding import whole
 from polyturn.model import Policy
-from polyturn.params import LearnerParams, LossParams
+from polyturn.params import LearnerParams, LossParams, SmallModelParams
 from polyturn.render import Renderer
 from polyturn.types import TrainingSample
 from polyturn.world import ONE, World
 from tests.unit import tiny
+
+if TYPE_CHECKING:  # optional
+    from polyturn.learner.megatron.learner import MegatronLearner
 
 PICTURES = (tiny.picture(), tiny.picture(64, 32, 90))
 DIRECTORY = "POLYTURN_TEST_STATES"  # where ranks write and read checkpoints
@@ -57,7 +61,7 @@ def samples(renderer: Renderer) -> list[TrainingSample]:
 
 
 def update(
-    learner: FsdpLearner,
+    learner: Learner,
     chosen: Sequence[TrainingSample],
     *,
     is_on_policy: bool = False,
@@ -68,9 +72,24 @@ def update(
     )
 
 
-def weights_of(learner: FsdpLearner) -> Tensors:
+def weights_of(learner: Learner) -> Tensors:
     """What a sampler would get, as copies."""
     return {name: tensor.detach().clone() for name, tensor in learner.export_weights()}
+
+
+def assert_refuses_to_work(learner: FsdpLearner | MegatronLearner) -> None:
+    """Reading memory that is not there would give anything."""
+    chosen = samples(learner.renderer)
+    for use in (
+        lambda: update(learner, chosen),
+        lambda: learner.logprobs(chosen),
+        learner.export_weights,
+        learner.snapshot,
+        lambda: learner.save(Path("nowhere")),
+        lambda: learner.load(Path("nowhere")),
+    ):
+        with pytest.raises(AssertionError, match=r"onload\(\) first"):
+            use()
 
 
 def gradients(learner: FsdpLearner) -> Tensors:
@@ -80,6 +99,22 @@ def gradients(learner: FsdpLearner) -> Tensors:
         for name, parameter in learner.parameters.items()
         if parameter.grad is not None
     }
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of learner: how one is built of a copy of a policy, and how its whole gradients are seen (collective).
+
+    `layout`: params on how its ranks share the work. `small`: the model whose state is saved and read.
+    """
+
+    build: Callable[..., FsdpLearner | MegatronLearner] = learner_of
+    gradients: Callable[[Any], Tensors] = gradients
+    small: SmallModelParams = tiny.SMALL
+    layout: Mapping[str, object] = field(default_factory=dict)
+
+
+FSDP = Kind()
 
 
 @dataclass(frozen=True)
@@ -130,16 +165,17 @@ class Outcome:
     weights: Tensors
 
 
-def outcome_of(scenario: Scenario, world: World, device: torch.device | None = None) -> Outcome:
+def outcome_of(
+    scenario: Scenario, world: World, device: torch.device | None = None, *, kind: Kind = FSDP
+) -> Outcome:
     """Run a scenario (collective)."""
+    params = {**(scenario.params or {}), **kind.layout}
     policy = getattr(tiny, scenario.policy)()
-    learner = learner_of(
-        policy, loss=scenario.loss, world=world, device=device, **dict(scenario.params or {})
-    )
+    learner = kind.build(policy, loss=scenario.loss, world=world, device=device, **params)
     everything = samples(learner.renderer)
     chosen = [everything[index] for index in scenario.samples]
     stats = [update(learner, chosen, is_on_policy=True)]
-    first = gradients(learner)
+    first = kind.gradients(learner)
     old = learner.logprobs(chosen)
     stats += [update(learner, chosen, old_logprobs=old) for _ in range(2)]
     return Outcome(
@@ -164,16 +200,16 @@ class Refusal:
     next_loss: float
 
 
-def refusal(world: World) -> Refusal:
-    """An update that cannot be applied, and one after it."""
-    learner = learner_of(tiny.qwen3(), world=world)
+def refusal(world: World, kind: Kind = FSDP) -> Refusal:
+    """An update that cannot be applied, and one after it (collective)."""
+    learner = kind.build(tiny.qwen3(), world=world, **kind.layout)
     good = samples(learner.renderer)
     before = weights_of(learner)
     try:
         update(learner, [replace(good[0], advantage=float("nan")), *good[1:]])
     except NonFiniteError as error:
         message = str(error)
-    after, left = weights_of(learner), gradients(learner)
+    after, left = weights_of(learner), kind.gradients(learner)
     return Refusal(message, before, after, left, update(learner, good).loss_metrics["loss"])
 
 
@@ -187,10 +223,10 @@ class Continued:
     from_one: Tensors  # from the checkpoint of one process
 
 
-def continued(world: World) -> Continued:
-    """Two steps, a checkpoint, a third step; again from the checkpoint, and from that of one process if it is there."""
-    own, late = place(world.size, "own"), place(world.size, "late")
-    learner = learner_of(tiny.qwen3(), world=world)
+def continued(world: World, name: str = "own", kind: Kind = FSDP) -> Continued:
+    """Two steps, a checkpoint of that name, a third step; again from the checkpoint and from one process's (collective)."""
+    own, late = place(world.size, name), place(world.size, f"{name}_late")
+    learner = kind.build(tiny.qwen3(kind.small), world=world, **kind.layout)
     chosen = samples(learner.renderer)
     for _ in range(2):
         update(learner, chosen)
@@ -204,20 +240,19 @@ def continued(world: World) -> Continued:
     write(late)
     return Continued(
         steady=weights_of(learner),
-        resumed=third_step(own, world),
-        snapshot=third_step(late, world),
-        from_one=third_step(place(1, "own"), world),
+        resumed=third_step(own, world, kind),
+        snapshot=third_step(late, world, kind),
+        from_one=third_step(place(1, "own"), world, kind),
     )
 
 
-def third_step(directory: Path, world: World) -> Tensors:
-    """What a learner of other weights has after reading a checkpoint and one more update."""
-    again = learner_of(tiny.qwen3(seed=1), world=world)
+def third_step(directory: Path, world: World, kind: Kind = FSDP) -> Tensors:
+    """What a learner of other weights has after reading a checkpoint and one more update (collective)."""
+    again = kind.build(tiny.qwen3(kind.small, seed=1), world=world, **kind.layout)
     again.logprobs(samples(again.renderer))  # must leave nothing of the old weights behind
     again.load(directory)
-    away = HostCopy()  # as learner.offload does on a GPU
-    away.take(again.parameters.values())
-    away.give_back()
+    again._memory.free()  # as learner.offload does on a GPU
+    again._memory.take_back()
     update(again, samples(again.renderer))
     return weights_of(again)
 

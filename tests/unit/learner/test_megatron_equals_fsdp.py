@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from polyturn.world import ONE
 from tests.unit import ranks, tiny
-from tests.unit.learner import scenarios
 from tests.unit.learner.megatron_scenarios import (
     LR,
+    MEGATRON,
     ON_DATA_RANKS,
     ON_TENSOR_RANKS,
     ON_TWO,
@@ -28,15 +27,23 @@ from tests.unit.learner.megatron_scenarios import (
     WITHOUT_ADAPTERS,
     Everything,
     Run,
-    continued,
     learner_of,
-    outcome_of,
-    refusal,
     run_of,
+)
+from tests.unit.learner.scenarios import (
+    DIRECTORY,
+    FSDP,
+    SCENARIOS,
+    Outcome,
+    Tensors,
+    continued,
+    outcome_of,
+    place,
+    refusal,
+    samples,
     third_step,
     weights_of,
 )
-from tests.unit.learner.scenarios import DIRECTORY, SCENARIOS, Outcome, Tensors
 
 FLOAT32 = [name for name in WITHOUT_ADAPTERS if name != "bfloat16"]
 LAYOUTS = ("Megatron TP1", *ON_TWO)
@@ -58,8 +65,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
     """All of it once; the ranks read the checkpoint of this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DIRECTORY, str(tmp_path_factory.mktemp("states")))
-        runs = {"Megatron TP1": run_of("megatron", ONE, {})}
-        continued(ONE, "one", {})
+        runs = {"Megatron TP1": run_of(MEGATRON, ONE)}
+        continued(ONE, kind=MEGATRON)
         two = ranks.run(
             "tests.unit.learner.megatron_scenarios:on_two",
             tmp_path_factory.mktemp("two"),
@@ -69,14 +76,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
             assert isinstance(rank.outcome, Everything), f"{rank.outcome!r}\n{rank.output}"
         outcomes = [rank.outcome for rank in two if isinstance(rank.outcome, Everything)]
         runs |= outcomes[0].runs
-        yield Found(run_of("fsdp", ONE, {}), runs, outcomes, two[0].output)
-    dist.destroy_process_group()
+        yield Found(run_of(FSDP, ONE), runs, outcomes, two[0].output)
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Outcome]:
     """The scenarios on FSDP in one process."""
-    return {name: scenarios.outcome_of(SCENARIOS[name], ONE) for name in WITHOUT_ADAPTERS}
+    return {name: outcome_of(SCENARIOS[name], ONE) for name in WITHOUT_ADAPTERS}
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -162,7 +168,7 @@ def flat(tensors: Tensors) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FLOAT32)
 def test_one_process_does_what_fsdp_does(alone: dict[str, Outcome], name: str) -> None:
-    assert_same(outcome_of(SCENARIOS[name], ONE, {}), alone[name])
+    assert_same(outcome_of(SCENARIOS[name], ONE, kind=MEGATRON), alone[name])
 
 
 @pytest.mark.parametrize("name", [name for name in ON_TENSOR_RANKS if name != "bfloat16"])
@@ -182,7 +188,7 @@ def test_ranks_that_split_the_samples_do_what_fsdp_does(
 def test_an_update_without_pictures_leaves_a_trained_tower_alone() -> None:
     """Its moments and its decay would move it, had it a gradient of zeros."""
     learner = learner_of(tiny.qwen3(), weight_decay=0.1)
-    chosen = scenarios.samples(learner.renderer)
+    chosen = samples(learner.renderer)
     learner.update(chosen, lr_scale=1.0, is_on_policy=True)
     before = weights_of(learner)
     learner.update(chosen[2:3], lr_scale=1.0, is_on_policy=True)
@@ -196,7 +202,8 @@ def test_an_update_without_pictures_leaves_a_trained_tower_alone() -> None:
 def test_bfloat16_is_near_float32(found: Found, alone: dict[str, Outcome]) -> None:
     """Steps below bfloat16's resolution are not lost: main weights are float32."""
     exact = alone["trained tower"]
-    for outcome in (outcome_of(SCENARIOS["bfloat16"], ONE, {}), found.two[0].shared["bfloat16"]):
+    alone_too = outcome_of(SCENARIOS["bfloat16"], ONE, kind=MEGATRON)
+    for outcome in (alone_too, found.two[0].shared["bfloat16"]):
         one, two = flat(outcome.gradients), flat(exact.gradients | _head(exact.gradients))
         assert one @ two / (one.norm() * two.norm()) > 0.999
         assert outcome.stats[0].grad_norm == pytest.approx(exact.stats[0].grad_norm, rel=0.02)
@@ -220,7 +227,7 @@ def test_all_ranks_have_the_same(found: Found) -> None:
 
 
 def test_what_is_not_finite_stops_all_ranks_and_changes_nothing(found: Found) -> None:
-    for outcome in (refusal(ONE, {}), *found.two[0].refusals, *found.two[1].refusals):
+    for outcome in (refusal(ONE, MEGATRON), *found.two[0].refusals, *found.two[1].refusals):
         assert outcome.message.startswith("loss nan, gradient norm nan; not finite: loss, pg_loss")
         for name, value in outcome.weights_before.items():
             assert torch.equal(outcome.weights_after[name], value), name
@@ -242,7 +249,7 @@ def test_any_layout_continues_any_others_checkpoint_and_says_so(
 ) -> None:
     """From one process to two ranks and back."""
     result = found.two[0].continued[layout]
-    there = third_step(f"{layout}_of_2", ONE, {})
+    there = third_step(place(2, layout), ONE, MEGATRON)
     before = flat(dict(tiny.qwen3(TWO_KV_HEADS).model.state_dict()))
     moved = (flat(result.steady) - before).norm()
     assert (flat(result.from_one) - flat(result.steady)).norm() < 0.01 * moved
@@ -258,6 +265,6 @@ def test_two_pairs_of_ranks_do_what_fsdp_does(tmp_path: Path) -> None:
         "tests.unit.learner.megatron_scenarios:on_four", tmp_path, size=4, timeout_s=600
     )
     assert isinstance(first.outcome, Run), first.output
-    one = row(first.outcome, run_of("fsdp", ONE, {}))
+    one = row(first.outcome, run_of(FSDP, ONE))
     assert max(one.loss, one.grad_norm, one.gradient) < 1e-5
     assert max(one.mean_weight, one.largest_weight) < 1e-2

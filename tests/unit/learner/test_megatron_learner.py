@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from polyturn.learner.megatron.learner import MegatronLearner
-from polyturn.learner.megatron.offload import DeviceMemory
 from polyturn.learner.state import StateError
 from polyturn.params import Params, parse
 from polyturn.render import Renderer
@@ -20,16 +17,14 @@ from polyturn.world import World
 from tasks.learners import open_learner
 from tests.unit import ranks, tiny
 from tests.unit.learner import scenarios
-from tests.unit.learner.megatron_scenarios import TP2, learner_of, step, weights_of
-from tests.unit.learner.scenarios import Tensors
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_group_is_left() -> Iterator[None]:
-    """The learners' own process group ends with this module."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+from tests.unit.learner.megatron_scenarios import TP2, learner_of
+from tests.unit.learner.scenarios import (
+    Tensors,
+    assert_refuses_to_work,
+    samples,
+    update,
+    weights_of,
+)
 
 
 def changed(learner: MegatronLearner, before: Tensors) -> set[str]:
@@ -52,7 +47,7 @@ def test_the_schedule_scales_steps_and_decay_as_with_fsdp(weight_decay: float) -
     policy = tiny.qwen3()
     mine = learner_of(policy, weight_decay=weight_decay, eps=1e-6)
     other = scenarios.learner_of(policy, weight_decay=weight_decay, eps=1e-6)
-    chosen = scenarios.samples(mine.renderer)
+    chosen = samples(mine.renderer)
     for scale in (0.1, 1.0):
         stats = [one.update(chosen, lr_scale=scale, is_on_policy=True) for one in (mine, other)]
         assert stats[0].lr == stats[1].lr == 1e-3 * scale
@@ -75,7 +70,7 @@ def test_adapters_are_refused_and_what_does_nothing_is_told(
 def test_a_frozen_tower_keeps_its_weights_and_is_no_part_of_a_state(tmp_path: Path) -> None:
     learner = learner_of(tiny.qwen3(), freeze_vision=True)
     before = weights_of(learner)
-    step(learner, scenarios.samples(learner.renderer))
+    update(learner, samples(learner.renderer))
     found = changed(learner, before)
     assert found
     assert not any("visual" in name for name in found)
@@ -87,7 +82,7 @@ def test_a_frozen_tower_keeps_its_weights_and_is_no_part_of_a_state(tmp_path: Pa
 def test_a_state_holds_weights_and_moments_of_everything_that_is_trained(tmp_path: Path) -> None:
     learner = learner_of(tiny.qwen3())
     for _ in range(3):
-        step(learner, scenarios.samples(learner.renderer))
+        update(learner, samples(learner.renderer))
     learner.save(tmp_path)
     held = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     number = sum(p.numel() for _, p in tiny.qwen3().model.named_parameters())
@@ -104,9 +99,9 @@ def test_a_state_from_before_the_first_step_continues_like_a_new_run(tmp_path: P
     fresh.save(tmp_path)
     again = learner_of(tiny.qwen3(seed=1), weight_decay=0.1)
     again.load(tmp_path)
-    chosen = scenarios.samples(fresh.renderer)
+    chosen = samples(fresh.renderer)
     for learner in (fresh, again, never_saved):
-        step(learner, chosen)
+        update(learner, chosen)
     wanted = weights_of(never_saved)
     assert not changed(fresh, wanted)
     assert not changed(again, wanted)
@@ -115,15 +110,15 @@ def test_a_state_from_before_the_first_step_continues_like_a_new_run(tmp_path: P
 def test_bfloat16_continues_to_the_byte_from_its_float32_weights(tmp_path: Path) -> None:
     """Steps of 1e-5 are below bfloat16's resolution of most weights: rounded ones would lose them."""
     steady = learner_of(tiny.qwen3(), precision="bfloat16", lr=1e-5)
-    chosen = scenarios.samples(steady.renderer)
+    chosen = samples(steady.renderer)
     for _ in range(3):
-        step(steady, chosen)
+        update(steady, chosen)
     steady.save(tmp_path)
     again = learner_of(tiny.qwen3(seed=1), precision="bfloat16", lr=1e-5)
     again.load(tmp_path)
     for learner in (steady, again):
         for _ in range(30):
-            step(learner, chosen)
+            update(learner, chosen)
     assert not changed(again, weights_of(steady))
 
 
@@ -155,20 +150,20 @@ def test_a_full_disk_is_told_as_what_it_is(tmp_path: Path, is_late: bool) -> Non
         write(tmp_path)
 
 
-def test_memory_that_was_away_comes_back_as_it_was() -> None:
+def test_memory_that_is_away_is_not_used_and_comes_back_as_it_was() -> None:
     learner = learner_of(tiny.qwen3(), loss={"kl_coef": 0.1})
     other = learner_of(tiny.qwen3(), loss={"kl_coef": 0.1})
-    chosen = scenarios.samples(learner.renderer)
+    chosen = samples(learner.renderer)
     for one in (learner, other):
-        step(one, chosen)
+        update(one, chosen)
     weight = learner.model.language.embedding.word_embeddings.weight
-    memory = DeviceMemory(learner.stepper, learner._looked_up())
-    memory.free()
+    learner._memory.free()
+    assert_refuses_to_work(learner)
     assert weight.untyped_storage().nbytes() == 0
     assert weight.main_grad.untyped_storage().nbytes() == 0
-    memory.take_back()
+    assert learner.onload() > 0
     for one in (learner, other):
-        step(one, chosen)
+        update(one, chosen)
     assert not changed(learner, weights_of(other))
 
 
@@ -180,10 +175,10 @@ def test_offload_without_a_gpu_is_told(caplog: pytest.LogCaptureFixture) -> None
 
 def fall_out(world: World) -> None:
     """Rank 1 dies inside an update, in which rank 0 waits for it."""
-    learner = learner_of(tiny.qwen3(), world=world, **TP2)
+    learner = learner_of(tiny.qwen3(), world=world, **TP2.layout)
     if world.rank == 1:
         learner.model.language.decoder.final_layernorm.register_forward_hook(lambda *_: os._exit(7))
-    step(learner, scenarios.samples(learner.renderer))
+    update(learner, samples(learner.renderer))
 
 
 def test_a_rank_that_dies_is_noticed_by_those_that_wait_for_it(tmp_path: Path) -> None:

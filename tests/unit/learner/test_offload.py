@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyturn.learner.offload import HostCopy
+from polyturn.learner.offload import HostCopy, local
 from polyturn.model import Policy
 from polyturn.render import Renderer
-from tests.unit.learner.scenarios import learner_of, samples, update
+from tests.unit.learner.scenarios import (
+    assert_refuses_to_work,
+    learner_of,
+    samples,
+    update,
+    weights_of,
+)
 
 
 def test_contents_come_back_and_views_stay_views() -> None:
@@ -54,18 +60,28 @@ def test_on_cpu_it_warns_once_and_does_nothing(
     assert len(caplog.records) == 1
 
 
-def test_an_offloaded_learner_refuses_to_work(policy: Policy, renderer: Renderer) -> None:
-    """Reading memory that is not there would give anything."""
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_memory_that_was_away_comes_back_as_it_was(policy: Policy, precision: str) -> None:
+    """Weights, moments and the reference; in bfloat16 they are FSDP's."""
+    learner, other = (
+        learner_of(policy, precision=precision, loss={"kl_coef": 0.1}) for _ in range(2)
+    )
+    chosen = samples(learner.renderer)
+    for one in (learner, other):
+        update(one, chosen)
+    learner._memory.free()
+    away = [*learner.parameters.values(), *learner._reference.scorer.policy.model.parameters()]
+    assert not any(local(tensor.detach()).untyped_storage().nbytes() for tensor in away)
+    learner._memory.take_back()
+    stats = [update(one, chosen) for one in (learner, other)]
+    assert stats[0] == stats[1]
+    wanted = weights_of(other)
+    assert all(torch.equal(value, wanted[name]) for name, value in weights_of(learner).items())
+
+
+def test_an_offloaded_learner_refuses_to_work(policy: Policy) -> None:
     learner = learner_of(policy)
-    learner._host.take(learner.parameters.values())
-    chosen = samples(renderer)
-    for use in (
-        lambda: update(learner, chosen),
-        lambda: learner.logprobs(chosen),
-        learner.export_weights,
-        learner.snapshot,
-    ):
-        with pytest.raises(AssertionError, match=r"onload\(\) first"):
-            use()
+    learner._memory.free()
+    assert_refuses_to_work(learner)
     assert learner.onload() > 0
-    assert update(learner, chosen).num_tokens == 81
+    assert update(learner, samples(learner.renderer)).num_tokens == 81

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from polyturn.world import ONE
 from tests.unit import ranks, tiny
@@ -47,8 +46,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
             assert isinstance(rank.outcome, Everything), f"{rank.outcome!r}\n{rank.output}"
         outcomes = [rank.outcome for rank in two if isinstance(rank.outcome, Everything)]
         yield Found(one, outcomes, two[0].output)
-    if dist.is_initialized():  # the bfloat16 learner's own
-        dist.destroy_process_group()
 
 
 def errors(found: Tensors, wanted: Tensors) -> dict[str, float]:
