@@ -41,10 +41,12 @@ _UNICODE = {
 }
 _TRANSLATION = str.maketrans(_UNICODE)
 
-_TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|bm|boldsymbol)"
-    r"\s*\{([^{}]*)\}"
+_WRAPPERS = (
+    r"\\(?:text|textbf|textit|textrm|textnormal|textsf|texttt|textup|emph|underline|mathrm|mathbf|mathit|mathsf|mathtt|mbox"
+    r"|hbox|operatorname\*?|bm|boldsymbol)\s*"
 )
+_TEXT = re.compile(rf"{_WRAPPERS}\{{([^{{}}]*)\}}")
+_WRAPPED_FORMULA = re.compile(rf"{_WRAPPERS}(?=\{{)")
 _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -56,6 +58,9 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "",
         ),
         (r"\\(?:[,;: >]|q?quad(?![A-Za-z])|hspace\{[^{}]*\})|(?<!\\)~", " "),
+        (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])", ""),
+        (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
+        (r"\\[lr]vert(?![A-Za-z])", "|"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
@@ -93,7 +98,13 @@ _CHOICE = re.compile(r"^(?:\([A-H]\)[.:]?|[A-H][.:)])\s+(?=[-\d\\(.])")
 _EQUALS = re.compile(r"(?<![<>!:])=+|\\(?:equiv|in)(?![A-Za-z])")
 _APPROX = re.compile(r"\\(?:approx|simeq|doteq|sim)(?![A-Za-z])")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])(?![ei](?![A-Za-z]))[A-Za-z]")
-_LEFT_SIDE = re.compile(r"^(?!\s*\d+\s*[A-Za-z\\])[^+*<>^/]*$")
+# No product (2x), sum, power, root or absolute value of a variable: such an equation says another number than its right side.
+_LEFT_SIDE = re.compile(
+    r"^(?!\s*(?:\d+\s*[A-Za-z\\]|-))(?!.*(?:\\sqrt|\|\s*[a-z]\s*\||-\s*(?:\d|[A-Za-z](?![A-Za-z]))))[^+*<>^/]*$"
+)
+_BRACKETED = re.compile(r"\([^()]*\)")
+# Between answers of their own; not the comma of 1,250.
+_SEPARATOR = re.compile(r",(?!\d{3}(?!\d))|;|\\\\|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 
 
 class TooLongError(ValueError):
@@ -113,6 +124,7 @@ def plain(text: str) -> str:
     shown = text.translate(_TRANSLATION)
     while (replaced := _TEXT.sub(r" \1 ", shown)) != shown:
         shown = replaced
+    shown = _WRAPPED_FORMULA.sub("", shown)
     for pattern, replacement in _RULES:
         shown = pattern.sub(replacement, shown)
     return trim(shown)
@@ -131,15 +143,29 @@ def trim(text: str) -> str:
 
 
 def right_side(text: str) -> str:
-    r"""What `x = 5`, `m\angle A = 30` and `x = 3\sqrt{2} \approx 4.24` say that the value is; no equation is solved."""
+    r"""What `x = 5`, `5 = x`, `m\angle A = 30` and `x = 3\sqrt{2} \approx 4.24` say that the value is; no equation is solved.
+
+    Of a chain that begins with a name, `A = \pi r^2 = 25\pi`, it is the end. `x = 3, y = 4` says two and stays as it is.
+    """
     exact, *rounded = _APPROX.split(text)
     if rounded and not _EQUALS.search(exact):
         is_value = exact.strip() and not _VARIABLE.search(exact)
         return (exact if is_value else rounded[0]).strip()
     *left, right = _EQUALS.split(exact)
+    if any(_SEPARATOR.search(_BRACKETED.sub("", side)) for side in left):
+        return text
+    if len(left) == 1 and _is_name(right) and left[0].strip() and not _VARIABLE.search(left[0]):
+        return left[0].strip()
     if left and all(_LEFT_SIDE.match(side) or not _VARIABLE.search(side) for side in left):
         return right.strip()
+    if len(left) > 1 and _is_name(left[0]) and not _VARIABLE.search(right):
+        return right.strip()
     return text
+
+
+def _is_name(side: str) -> bool:
+    """Whether a side of an equation is what has the value: a variable, a segment, an angle."""
+    return bool(_VARIABLE.search(side) and _LEFT_SIDE.match(side))
 
 
 def without_units(text: str) -> str:

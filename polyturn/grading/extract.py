@@ -30,7 +30,9 @@ _MARKER = re.compile(
     r"(?:final\s+answer|\banswer)(?:\s*\*\*)?\s*(?:is\b|:|=)\s*(?:\*\*)?\s*(?:the\s+(?:final\s+)?answer\s+is)?([^\n]{1,400})",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"(?<=[\d$})°%])\.\s+|(?<=[a-z])\.\s+(?=[A-Z])|\bI hope it is correct")
+_SENTENCE_END = re.compile(
+    r"(?<=[\d$})°%])\.\s+|(?<=\b[A-H])\.\s+(?=[A-Z])|(?<=[a-z])\.\s+(?=[A-Z])|\bI hope it is correct"
+)
 _GOES_ON = re.compile(r"\s*(?:[-+*/^=<>(\\√π·×]|(?![mM][\s²³.,^)]|[mM]$)[A-Za-z](?![A-Za-z]))")
 _EQUATION = re.compile(r"[<>]\s*$|(?:\d\s?[A-Za-z]|[A-Za-z}]\s*[-+*/^]|\^)[^,.;:=\n$]*=\s*$")
 _BOLD = re.compile(r"\*\*\s*([^*\n]{1,100}?)\s*\*\*")
@@ -48,6 +50,11 @@ _RUN = re.compile(
 )
 _LETTER = re.compile(r"(?:\bis|'s|\bchoose|\boption|\bchoice|^)\s*\(?([A-H])\)?(?![A-Za-z'])")
 _CHOICE = re.compile(r"^\(?([A-E])\)?(?:[.):,\s]|$)")
+# What follows a letter where it is one of several: "A or B", "A, B and C", "(A) 30 or (B) 40".
+_FURTHER_CHOICE = re.compile(
+    r"\)?[.:]?\s*(?:[,;/&+]|\band\b|\bor\b)\s*(?:(?:and|or)\s+)?\(?[A-H]\)?(?![A-Za-z'])"
+    r"|.*(?:[,;/&+]|\band\b|\bor\b)\s*\([A-H]\)"
+)
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ def _unboxed(text: str) -> Extraction:
         return Extraction(bold.group(1), "bold")
     found = _last_formula_or_number(text)
     if found is None and (letter := _last(_LETTER, text)) is not None:
-        found = letter.group(1)
+        found = None if is_one_of_several(text, letter) else letter.group(1)
     return Extraction(found, "end" if found else None)
 
 
@@ -175,11 +182,16 @@ def _in_sentence(sentence: str) -> str | None:
         return sentence
     choice = _CHOICE.match(sentence)
     if choice is not None:
-        return choice.group(1)
+        return None if is_one_of_several(sentence, choice) else choice.group(1)
     first = _FORMULA.match(sentence) or _RUN.match(sentence)
     if first is not None and not _GOES_ON.match(sentence, first.end()):
         return _content(first)
     return _last_formula_or_number(sentence)
+
+
+def is_one_of_several(text: str, letter: re.Match[str]) -> bool:
+    """Whether the choice letter that `letter` found (its group 1) is named beside others: no choice is made."""
+    return _FURTHER_CHOICE.match(text, letter.end(1)) is not None
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -10,7 +10,11 @@ from polyturn.grading.compare import Policy, same_value
 from polyturn.grading.numbers import NotANumberError, Number, RefusedError
 from polyturn.grading.values import Value
 
-_CHOICE = re.compile(r"^\(?([A-H])\)?(?:[.:]?\s+[A-Za-z]{2,}.*)?$", re.DOTALL)
+# A letter, alone or with the text of its choice: `B`, `(B) 30`, `B. 30`, `E: A line`, `Option B`, `B Berlin`.
+_CHOICE = re.compile(
+    r"^(?:(?i:option|choice|answer)\s*:?\s*)?\(?([A-H])(?:\)[.:]?.*|[.:](?:\s.*)?|\s+[A-Za-z]{2,}.*)?$",
+    re.DOTALL,
+)
 _FORMULA = re.compile(r"[\d=<>+^&]|\\[A-Za-z]|\b[A-Za-z]\b")
 _LABEL_FORMULA = re.compile(r"[=<>]|\\(?:infty|cup|cap|begin|leq?|geq?|neq?|pm|in)(?![A-Za-z])")
 _LABEL_WORD = re.compile(r"[A-Za-z]{2,}")
@@ -97,11 +101,17 @@ def _compare_words(answer: str, expected: str) -> _Outcome | None:
     words = _words(answer), _words(expected)
     if words[0] and words[0] == words[1]:
         return _Outcome(True, "same text")
-    choices = _CHOICE.match(words[0]), _CHOICE.match(words[1])
+    choices = _choice(words[0]), _choice(words[1])
     if choices[0] and choices[1] and min(map(len, words)) == 1:
-        is_same = choices[0].group(1) == choices[1].group(1)
+        is_same = choices[0] == choices[1]
         return _Outcome(is_same, f"{'same' if is_same else 'different'} choice letter")
     return _Outcome(False, "no choice letter") if choices[1] else None
+
+
+def _choice(words: str) -> str | None:
+    """The letter of the one choice that a text makes; None where it makes none, or several."""
+    found = _CHOICE.match(words)
+    return found.group(1) if found and not extract.is_one_of_several(words, found) else None
 
 
 def _symbolic(answer: str, expected: str, policy: Policy) -> _Outcome:

@@ -1,6 +1,6 @@
 r"""Numbers as people and models write them.
 
-Sums of products of powers; implicit products (`3\sqrt{2}\pi`), mixed numbers (`2\frac{3}{4}`, `2 3/4`), roots,
+Sums of products of powers; implicit products (`3\sqrt{2}\pi`), mixed numbers (`2\frac{3}{4}`, `2 3/4`), repeating decimals, roots,
 trigonometric functions and their inverses, logarithms, factorials, binomials, absolute values and degrees.
 """
 
@@ -24,6 +24,9 @@ _TOKEN = re.compile(
 _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)")
 _DECIMAL_COMMA = re.compile(r"^(-?\s*\d+),(\d+)$")
 _DECIMAL = re.compile(r"^-?\s*\d*\.(\d+)$")
+_REPEATING = re.compile(
+    r"(?<![\d.])(\d*)\.(\d*)\s*\\(?:overline|bar|dot)\s*\{?\s*(\d+)\s*\}?(?![\d{])"
+)
 _MIXED = re.compile(r"^(-?) ?(\d+) (\d+ ?/ ?\d+) ?°?$")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
@@ -78,6 +81,7 @@ def parse(shown: str) -> Number:
     """
     shown = _GROUPED.sub(lambda match: re.sub("[ ,]", "", match.group()), shown)
     shown = _DECIMAL_COMMA.sub(r"\1.\2", shown)
+    shown = _REPEATING.sub(_as_fraction, shown)
     decimal = _DECIMAL.match(shown)
     shown = _MIXED.sub(r"\1(\2+\3)", shown)
     reader = _Reader(shown)
@@ -88,6 +92,16 @@ def parse(shown: str) -> Number:
     if not reader.is_done:
         raise NotANumberError(f"{reader.seen!r} is not understood")
     return Number(value, len(decimal.group(1)) if decimal else None)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    r"""`0.1\overline{6}` is (16 - 1) / 90."""
+    whole, fixed, period = match.groups()
+    if len(match.group()) > MAX_DIGITS:
+        raise RefusedError("a decimal with a period that is too long")
+    before = int(f"0{whole}{fixed}")
+    top = int(f"{before}{period}") - before
+    return f"({top}/{10 ** len(fixed) * (10 ** len(period) - 1)})"
 
 
 def _tokens(shown: str) -> list[str]:

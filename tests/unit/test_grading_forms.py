@@ -366,3 +366,114 @@ def test_a_label_that_can_be_an_answer_is_kept_and_matches_itself(label: str, an
 def test_a_label_that_cannot_be_an_answer_is_refused(label: str) -> None:
     with pytest.raises(ValueError, match="answer"):
         parse_reference(label)
+
+
+# -- several answers, several forms (cases of the kinds of MATH-10 to MATH-28) ------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "\\boxed{x = 3, y = 4}",
+        "\\boxed{x=3 \\text{ or } x=4}",
+        "\\boxed{x=3 \\text{ and } y=4}",
+        "\\boxed{x=3;\\ y=4}",
+        "\\boxed{AB = 3, BC = 4}",
+        "\\boxed{x=1, x=2, x=3, x=4}",
+        "x = 3, y = 4",
+    ],
+)
+def test_the_last_of_several_assignments_is_not_the_answer(prediction: str):
+    """The kind of huggingface/Math-Verify#47 and #14 (`n=2,3,4`): who lists values has not named one."""
+    assert not answers_match(prediction, "4")
+
+
+def test_several_assignments_are_their_values():
+    assert answers_match("\\boxed{x = 3, y = 4}", "3, 4")
+    assert answers_match("\\boxed{x_1 = 4 \\text{ and } x_2 = 3}", "3 and 4")
+    assert not answers_match("\\boxed{n=2, 3, 4}", "n=1, 2, 3")
+    assert answers_match("\\boxed{x = 1,250}", "1250"), "the comma of a thousand separates nothing"
+    assert answers_match("\\boxed{f(3, 4) = 7}", "7"), "nor does one in brackets"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "is_match"),
+    [
+        ("12 = x", "12", True),
+        ("1,250 = AB", "1250", True),
+        ("A = \\pi r^2 = 25\\pi", "25\\pi", True),
+        ("\\text{Perimeter} = 3 + 4 + 5 = 12", "12", True),
+        ("|AB| = 3", "3", True),
+        ("y\\text{-intercept} = 4", "4", True),
+        ("\\sin A = \\frac{3}{5}", "0.6", True),
+        # equations of which the right side is not the value of anything that was asked for
+        ("x - 1 = 5", "5", False),
+        ("-x = 5", "5", False),
+        ("\\sqrt{x} = 5", "5", False),
+        ("|x| = 5", "5", False),
+        ("x^2 = 5", "5", False),
+        ("2x = 10 = y", "10", False),
+    ],
+)
+def test_an_equation_says_a_value_where_one_side_is_a_name(
+    prediction: str, reference: str, is_match: bool
+):
+    assert answers_match(f"\\boxed{{{prediction}}}", reference) == is_match
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "\\boxed{B}", "\\boxed{(B)}", "\\boxed{B.}", "\\boxed{B. 30}", "\\boxed{B) 30}", "\\boxed{\\textbf{(B)}\\ 30}",
+        "\\boxed{Option B}", "\\boxed{B: A line}", "\\boxed{B Berlin}", "\\boxed{\\text{(B) } 30^\\circ}",
+        "The answer is B.", "The answer is (B) 30.", "The answer is B. Option A is wrong, and C too.",
+    ],
+)  # fmt: skip
+def test_a_choice_may_carry_its_text(prediction: str):
+    """NVIDIA-NeMo/Gym#1844."""
+    assert answers_match(prediction, "B")
+    assert not answers_match(prediction, "A")
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "\\boxed{A or B}", "\\boxed{A, B}", "\\boxed{A/B/C/D}", "\\boxed{(A) and (B)}", "Answer: A or B",
+        "The answer is A, B, C or D", "The answer is (A) and (B).",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("reference", ["A", "B"])
+def test_several_choices_are_none(prediction: str, reference: str):
+    assert not answers_match(prediction, reference)
+
+
+@pytest.mark.parametrize(
+    ("written", "fraction"),
+    [
+        ("0.\\overline{3}", "\\frac{1}{3}"),
+        ("0.1\\overline{6}", "\\frac{1}{6}"),
+        ("-1.\\bar{3}", "-\\frac{4}{3}"),
+        ("0.\\dot{3}", "\\frac{1}{3}"),
+        ("0.\\overline{142857}", "\\frac{1}{7}"),
+        ("2.\\overline{9}", "3"),
+    ],
+)
+def test_a_repeating_decimal_is_its_fraction(written: str, fraction: str):
+    assert answers_match(f"\\boxed{{{written}}}", fraction)
+    assert answers_match(f"\\boxed{{{fraction}}}", written)
+    assert not answers_match("\\boxed{0.333}", "0.\\overline{3}")
+    assert not answers_match("\\boxed{0.\\overline{" + "9" * 3000 + "}}", "1"), (
+        "too long to be read"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "\\mathbf{\\frac{1}{2}}", "\\boldsymbol{\\dfrac{1}{2}}", "\\underline{\\frac12}", "\\color{blue}{\\frac12}",
+        "\\color{blue}\\frac12", "\\textcolor{red}{0.5}", "\\Large\\frac12", "\\left\\lvert -\\frac12\\right\\rvert",
+        "\\lvert -0.5\\rvert", "\\texttt{0.5}",
+    ],
+)  # fmt: skip
+def test_fonts_sizes_and_colours_are_no_part_of_a_value(wrapped: str):
+    assert answers_match(f"\\boxed{{{wrapped}}}", "\\frac{1}{2}")
