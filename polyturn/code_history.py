@@ -33,9 +33,9 @@ def code_change(root: Path, path: str, md5: str | None) -> CodeChange:
     )
     if since is None:
         return CodeChange(path)
-    diff = _git(root, "diff", "--no-color", "--unified=1", since, "--", path).decode(
-        errors="replace"
-    )
+    diff = _git(
+        root, "diff", "--no-color", "--no-ext-diff", "--unified=1", since, "--", path
+    ).decode(errors="replace")
     body = [line for line in diff.splitlines() if not line.startswith(("+++", "---"))]
     return CodeChange(
         path,

@@ -145,10 +145,8 @@ def _apply(record: Recorded, worktree: Path) -> None:
 
 def _restore_tracked(worktree: Path) -> None:
     """Bring what .dvc files name by digest from the cache, or else from the remote."""
-    listed = subprocess.check_output(["git", "ls-files", "*.dvc"], cwd=worktree, text=True)
-    files = [
-        name for name in listed.splitlines() if Path(name).suffix == ".dvc" and Path(name).stem
-    ]
+    listed = subprocess.check_output(["git", "ls-files", "-z", "*.dvc"], cwd=worktree, text=True)
+    files = [name for name in listed.split("\0") if Path(name).suffix == ".dvc" and Path(name).stem]
     if files:
         _dvc(worktree, "pull", *files, purpose="restore the data of .dvc files")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shutil
@@ -15,15 +16,25 @@ from tempfile import TemporaryDirectory
 from polyturn import layout
 from polyturn.tracking import machine
 
+logger = logging.getLogger(__name__)
+
 _MAX_UNTRACKED_BYTES = (
     1_000_000  # a file that git does not know yet and is larger is named, not kept
 )
 _CODE = (".py", ".yaml", ".yml", ".toml", ".json", ".jinja", ".md", ".txt", ".sh", ".cfg", ".ini")
+_GIT_S = 60  # of one call
 _OUTPUTS = (
     layout.DVC_LOCK,
     layout.METRICS,
     layout.REGISTERED,
 )  # the pipeline's own, recorded elsewhere
+# A diff that `git apply` takes, whatever the user's settings say of diffs for the eye.
+_PLAIN_DIFF = (
+    "-c", "core.quotePath=false", "diff", "--cached", "--binary", "--unified=3", "--src-prefix=a/", "--dst-prefix=b/",
+    "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short",
+)  # fmt: skip
+# Line ends that git would warn of are no obstacle, and a file that cannot be read is none for the others.
+_ADD_ALL = ("-c", "core.safecrlf=false", "add", "--all", "--ignore-errors")
 NAMED_PACKAGES = ("torch", "transformers", "mlflow", "prefect", "dvc", "numpy", "pillow")
 
 
@@ -61,8 +72,13 @@ class Environment:
 
 
 def capture(root: Path) -> Environment:
-    """Look at the repository that `root` lies in, the interpreter and the machine."""
+    """Look at the repository that `root` lies in, the interpreter and the machine.
+
+    A repository that git refuses to read, and edits that it cannot take up, are warned of.
+    """
     branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD")
+    if branch is None and (refusal := _refusal(root)):
+        logger.warning("neither commit nor diff of %s is recorded: %s", root, refusal)
     untracked = _untracked(root)
     return Environment(
         commit=commit(root),
@@ -131,10 +147,15 @@ def _diff(root: Path, untracked: list[str]) -> str:
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(objects.resolve()),
         }
         if index.is_file():
-            shutil.copyfile(index, f"{directory}/index")
+            # With its time, by which git knows that files of the same second may have changed since.
+            shutil.copy2(index, f"{directory}/index")
         excluded = [f":(exclude,literal,top){name}" for name in left_out]
-        _git(root, "add", "--all", "--", ":/", *excluded, env=env)
-        return _git(root, "diff", "--cached", "--binary", "HEAD", env=env) or ""
+        added = _run(root, *_ADD_ALL, "--", ":/", *excluded, env=env)
+        diff = _run(root, *_PLAIN_DIFF, "HEAD", env=env)
+        for done in (added, diff):
+            if done.returncode:
+                logger.warning("the recorded diff of %s is not whole: %s", root, _said(done))
+        return _text(diff)
 
 
 def _is_code(path: Path) -> bool:
@@ -142,16 +163,40 @@ def _is_code(path: Path) -> bool:
     return path.suffix in _CODE and path.is_file() and path.stat().st_size <= _MAX_UNTRACKED_BYTES
 
 
-def _git(root: Path, *arguments: str, env: dict[str, str] | None = None) -> str | None:
+def _refusal(root: Path) -> str | None:
+    """Why git does not read the repository that `root` lies in; None where it does, or where there is none."""
+    if not any((parent / ".git").exists() for parent in (root.resolve(), *root.resolve().parents)):
+        return None
+    done = _run(root, "rev-parse", "--git-dir")
+    return _said(done) if done.returncode else None
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    done = _run(root, *arguments)
+    return None if done.returncode else _text(done)
+
+
+def _run(
+    root: Path, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run git; one that cannot be run, or takes too long, has failed with the reason."""
+    command = ["git", *arguments]
     try:
-        result = subprocess.run(
-            ["git", *arguments],
+        return subprocess.run(
+            command,
             cwd=root,
             env={**os.environ, **(env or {})},
             capture_output=True,
-            check=True,
-            timeout=30,
+            check=False,
+            timeout=_GIT_S,
         )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.decode(errors="replace")
+    except (OSError, subprocess.SubprocessError) as error:
+        return subprocess.CompletedProcess(command, 1, b"", str(error).encode())
+
+
+def _text(done: subprocess.CompletedProcess[bytes]) -> str:
+    return done.stdout.decode(errors="surrogateescape")  # files need not be UTF-8
+
+
+def _said(done: subprocess.CompletedProcess[bytes]) -> str:
+    return " ".join(done.stderr.decode(errors="replace").split())[:500]

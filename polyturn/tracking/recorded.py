@@ -114,7 +114,7 @@ class _Files:
             path = self.store.client.download_artifacts(run_id, name, str(target))
         except (MlflowException, OSError):
             return ""
-        return Path(path).read_text()
+        return Path(path).read_bytes().decode(errors="surrogateescape")  # line ends as they are
 
 
 def _get(store: Store, run_id: str) -> MlflowRun:
