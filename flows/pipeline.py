@@ -24,6 +24,7 @@ from flows.options import StageOptions, StagesError
 from flows.place import ROOT, Identity, Place, identify, open_worktree
 from flows.stage import run_elsewhere
 from polyturn import layout, params, tracking, workspace
+from polyturn.login import USER
 from polyturn.report.write import write_report
 from polyturn.supported import check_supported
 from tasks.context import PARENT_RUN
@@ -31,7 +32,6 @@ from tasks.failure import FAILURE, USER_ERROR, Terminated
 from tasks.stage import StageFailedError, StageReport, run_dvc_stage
 
 _SERVER_S = 5.0
-_USER = "POLYTURN_USER"  # whose name stands in the MLflow runs of the stages
 
 
 @flow(name="pipeline", validate_parameters=True)
@@ -104,7 +104,7 @@ def _open_checkout(identity: Identity, changes: Mapping[str, object]) -> Iterato
 def _run_stages(place: Place, chosen: Mapping[str, StageOptions]) -> list[StageReport]:
     found = graph.read(place.root)
     artifacts.show_plan(found)
-    env = {_USER: place.identity.owner}
+    env = {USER: place.identity.owner}
     own_pool = _own_pool() if chosen else None
     reports: list[StageReport] = []
     with _parent_run(place, is_needed=bool(found.waiting), env=env) as run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
 from polyturn import layout, lease, workspace
+from polyturn.login import login
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,7 +72,7 @@ def identify(revision: str | None, owner: str | None) -> Identity:
     )
     identity = Identity(
         name=file_name(str(flow_run.get_name())),
-        owner=owner or getpass.getuser(),
+        owner=owner or login(),
         branch=branch if branch != commit else "",
         commit=commit,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import os
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -11,6 +9,7 @@ from pathlib import Path
 
 from polyturn import accepted, plan
 from polyturn.accepted import Acceptance
+from polyturn.login import user
 from polyturn.plan import StagePlan
 
 
@@ -44,7 +43,7 @@ def accept(root: Path, stage: str, *, reason: str, with_params: bool = False) ->
     acceptance = Acceptance(
         stage=stage,
         reason=reason.strip(),
-        by=_user(),
+        by=user(),
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=_commit(root),
         files={p: (before.get(p, ""), md5) for p, md5 in after.items() if before.get(p) != md5},
@@ -84,7 +83,3 @@ def _commit(root: Path) -> str:
         ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
     )
     return done.stdout.strip() or "no commit"
-
-
-def _user() -> str:
-    return os.environ.get("POLYTURN_USER") or getpass.getuser()

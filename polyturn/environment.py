@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from polyturn import login
+
 # Telemetry off, no bars beside our own, one thread per process (two are slower on the demo's small matrices;
 # torch follows learner.num_threads).
 SETTINGS = {
@@ -27,5 +29,6 @@ def apply(root: Path | None = None) -> None:
     PREFECT_HOME of the caller is kept: it is an address, which a team may share.
     """
     os.environ.update(SETTINGS)
+    login.give_name()
     if root is not None:
         os.environ.setdefault("PREFECT_HOME", str(root.resolve() / ".prefect"))

@@ -16,8 +16,8 @@ from mlflow.exceptions import MlflowException
 
 from polyturn import compare
 from polyturn.compare import Comparison, OtherSetError, Scored
+from polyturn.login import user
 from polyturn.tracking import comparisons, versions
-from polyturn.tracking.record import user
 from polyturn.tracking.store import Store, TrackingError
 from polyturn.tracking.versions import Entry, VersionError
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from polyturn import layout
+from polyturn.login import user
 from polyturn.tracking.environment import Environment
 from polyturn.tracking.orphans import owner_tags
 from polyturn.tracking.redact import redact
@@ -67,15 +66,7 @@ def log_environment(run: Run, environment: Environment, root: Path) -> None:
     with TemporaryDirectory() as directory:
         for name, found in clean.items():
             if found.text:
-                (Path(directory) / name).write_text(found.text)
+                (Path(directory) / name).write_bytes(found.text.encode(errors="surrogateescape"))
         run.log_artifact(Path(directory), ENVIRONMENT)
     if clean[DIFF].count:
         run.set_tags({"diff.redacted": clean[DIFF].count})
-
-
-def user() -> str:
-    """Who runs this: POLYTURN_USER (a worker works for others), else the login."""
-    try:
-        return os.environ.get("POLYTURN_USER") or getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())

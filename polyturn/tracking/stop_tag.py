@@ -11,9 +11,9 @@ from mlflow.entities import RunTag
 from mlflow.exceptions import MlflowException
 
 from polyturn import stop_request
+from polyturn.login import user
 from polyturn.params import TrackingParams
 from polyturn.stop_request import NoRunError
-from polyturn.tracking.record import user
 from polyturn.tracking.run import Run
 from polyturn.tracking.store import Store, TrackingError, connect
 
