@@ -1,4 +1,4 @@
-"""A model large enough for a GPU to show what a tiny one does not, samples for it, and how near gradients are."""
+"""A model large enough for a GPU to show what a tiny one does not, samples for it, and what both learners show on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from polyturn.params import SmallModelParams
 from polyturn.render import Renderer
 from polyturn.types import TrainingSample
 from tests.unit import tiny
-from tests.unit.learner.scenarios import Tensors
+from tests.unit.learner.scenarios import Kind, Tensors, update
 
 MEDIUM = SmallModelParams(
     hidden_size=512,
@@ -60,3 +60,26 @@ def cosine(one: torch.Tensor, two: torch.Tensor) -> float:
 def direction(found: Tensors, wanted: Tensors) -> float:
     """Cosine between two gradients over all tensors of `wanted` together."""
     return cosine(flat(found, wanted), flat(wanted, wanted))
+
+
+def assert_recomputation_saves_memory(kind: Kind, policy: Policy) -> None:
+    """Gradients of an update in bfloat16 are the same, and its peak is lower."""
+    peaks: list[int] = []
+    found: list[Tensors] = []
+    for is_recomputed in (False, True):
+        learner = kind.build(
+            policy,
+            device=torch.device("cuda"),
+            precision="bfloat16",
+            activation_checkpointing=is_recomputed,
+        )
+        chosen = long_samples(learner.renderer)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        update(learner, chosen, is_on_policy=True)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        found.append(kind.gradients(learner))
+        del learner
+    print(f"peak of an update, MB: {peaks[0] / 1e6:.0f}, recomputed {peaks[1] / 1e6:.0f}")
+    assert peaks[1] < peaks[0]
+    assert direction(found[1], found[0]) > 0.999

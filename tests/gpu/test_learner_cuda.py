@@ -13,9 +13,10 @@ import torch
 from polyturn import attention
 from polyturn.model import Policy
 from polyturn.world import ONE, World
-from tests.gpu.medium_model import direction, long_samples
+from tests.gpu.medium_model import assert_recomputation_saves_memory, direction, long_samples
 from tests.unit import ranks, tiny
 from tests.unit.learner.scenarios import (
+    FSDP,
     LORA,
     SCENARIOS,
     Outcome,
@@ -117,22 +118,7 @@ def test_varlen_attention_equals_sdpa(medium: Policy, monkeypatch: pytest.Monkey
 
 
 def test_recomputed_activations_take_less_memory_for_the_same_gradients(medium: Policy) -> None:
-    peaks: list[int] = []
-    found: list[Tensors] = []
-    for is_recomputed in (False, True):
-        learner = learner_of(
-            medium, device=CUDA, precision="bfloat16", activation_checkpointing=is_recomputed
-        )
-        chosen = long_samples(learner.renderer)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        update(learner, chosen, is_on_policy=True)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-        found.append(gradients(learner))
-        del learner
-    print(f"peak of an update, MB: {peaks[0] / 1e6:.0f}, recomputed {peaks[1] / 1e6:.0f}")
-    assert peaks[1] < peaks[0]
-    assert direction(found[1], found[0]) > 0.999
+    assert_recomputation_saves_memory(FSDP, medium)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

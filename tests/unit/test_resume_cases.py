@@ -76,7 +76,8 @@ def test_moments_and_step_counts_come_back(policy: Policy, tmp_path: Path, at: i
     whole = learner(policy)
     train(whole, range(at), PARAMS.learner)
     resumed = stopped_and_resumed(policy, tmp_path, PARAMS.learner, at)
-    for one, other in zip(whole._trained, resumed._trained, strict=True):
+    trained = [one._optimizer.param_groups[0]["params"] for one in (whole, resumed)]
+    for one, other in zip(*trained, strict=True):
         mine, theirs = whole._optimizer.state[one], resumed._optimizer.state[other]
         assert float(theirs["step"]) == at
         assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
