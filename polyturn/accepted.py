@@ -54,7 +54,9 @@ def read(root: Path) -> list[Acceptance]:
     if not path.is_file():
         return []
     found: list[Acceptance] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
+        if not line:
+            continue
         try:
             found.append(Acceptance(**json.loads(line)))
         except (ValueError, TypeError) as error:

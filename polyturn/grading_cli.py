@@ -82,7 +82,7 @@ def read_cases(path: Path) -> Iterator[Case]:
     Raises:
         ValueError: a line is no object with prediction and reference; the message names the line.
     """
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
         if not line.strip():
             continue
         try:

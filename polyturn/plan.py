@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -142,8 +143,12 @@ def last_seconds(root: Path) -> dict[str, float]:
     for directory in (main_checkout(root), root):
         path = directory / TIMINGS
         if path.is_file():
-            records = [json.loads(line) for line in path.read_text().splitlines()]
-            found |= {record["stage"]: record["seconds"] for record in records}
+            for line in path.read_text().split("\n"):
+                with suppress(
+                    ValueError, KeyError, TypeError
+                ):  # one that a kill or a full disk has cut
+                    record = json.loads(line)
+                    found[record["stage"]] = float(record["seconds"])
     return found
 
 

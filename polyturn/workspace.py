@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -67,6 +69,8 @@ def compose(root: Path, *, recipe: str | None, overrides: Mapping[str, object]) 
 def parse_pairs(pairs: Sequence[str]) -> dict[str, object]:
     """Read `section.key=VALUE` pairs; a value is YAML, so 3, 1e-5, true, null and [1, 2] are what they look like.
 
+    What looks like a number and is none, such as a commit, is quoted: model.revision='1234e5'.
+
     Raises:
         ParamsError: a pair has no `=`, or its value is no YAML.
     """
@@ -76,19 +80,20 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, object]:
         if not sign or not name:
             raise ParamsError(f"an override is written section.key=VALUE, got {pair!r}")
         try:
-            overrides[name] = _number(yaml.safe_load(value))
+            loaded = yaml.safe_load(value)
         except yaml.YAMLError:
             raise ParamsError(f"override {name}: {value!r} is not valid YAML") from None
+        is_quoted = value.lstrip()[:1] in ("'", '"')
+        overrides[name] = loaded if is_quoted else _number(loaded)
     return overrides
 
 
 def _number(value: object) -> object:
-    """YAML 1.1 takes 1e-5 for text, since it has no dot; people mean the number."""
+    """YAML 1.1 takes 1e-5 for text, since it has no dot; people mean the number. Words (nan, inf) are none."""
     if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
+        with suppress(ValueError):
+            number = float(value)
+            return number if math.isfinite(number) else value
     return value
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
@@ -14,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from polyturn import layout
 from polyturn.checkout import from_checkout
+from polyturn.data.files import read_jsonl
 from polyturn.preflight.finding import Finding, Site
 from polyturn.reward import is_gradable
 
@@ -124,7 +126,7 @@ def labels(site: Site) -> Finding:
     )
     if path is None:
         return Finding("labels", "skipped", "no problems yet: `dvc repro fetch` makes them")
-    rows: list[Mapping[str, str]] = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [cast("Mapping[str, str]", row) for row in read_jsonl(path)]
     chosen = rows[:: max(1, len(rows) // _MAX_LABELS)]
     wrong = [f"{row['id']}: {row['answer']!r}" for row in chosen if not is_gradable(row["answer"])]
     if wrong:

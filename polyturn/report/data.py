@@ -128,7 +128,7 @@ def _read_lines(path: Path) -> list[Mapping[str, object]]:
     if not path.exists():
         return []
     try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        return [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         logger.warning("%s is left out of the report: %s", path, error)
         return []

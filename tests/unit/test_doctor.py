@@ -19,6 +19,7 @@ from polyturn.preflight import machine, model, services, versions
 from polyturn.preflight.finding import Finding, Site
 from polyturn.preflight.machine import Gpu
 from polyturn.preflight.versions import CPU, GPU, KnownGood
+from polyturn.report import data
 from polyturn.small_model import CHAT_TEMPLATE
 from tasks import preflight
 from tests import s3
@@ -464,6 +465,15 @@ def problems(root: Path, *answers: str) -> None:
     (root / layout.PROBLEMS / "problems.jsonl").write_text("\n".join(rows) + "\n")
 
 
+def test_a_line_separator_in_a_row_is_no_end_of_it(tmp_path: Path) -> None:
+    (tmp_path / layout.PROBLEMS).mkdir(parents=True)
+    row = {"id": "r\u2028\x85", "answer": "5", "problem": "a\u2029b"}
+    path = tmp_path / layout.PROBLEMS / "problems.jsonl"
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n")
+    assert model.labels(site(tmp_path)).outcome == "ok"
+    assert list(data._read_lines(path)) == [row], "nor in the report"
+
+
 def test_labels_that_no_reply_can_match_are_red(tmp_path: Path) -> None:
     assert model.labels(site(tmp_path)).outcome == "skipped"
     problems(tmp_path, "3", r"2\sqrt{3}", "B")
@@ -502,9 +512,8 @@ def test_the_exit_code_says_whether_a_run_may_start(
 
 
 def test_training_does_not_start_under_a_red_line(
-    checkout: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkout: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(root))
     with pytest.raises(preflight.PreflightError) as raised:
         preflight.check()
     lines = str(raised.value).splitlines()
@@ -521,10 +530,7 @@ def test_training_does_not_start_under_a_red_line(
     assert caplog.text == ""
 
 
-def test_a_preflight_that_cannot_run_is_told(
-    checkout: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(root))
+def test_a_preflight_that_cannot_run_is_told(checkout: Path) -> None:
     (checkout / "params.yaml").write_text("sead: 1\n")
-    with pytest.raises(preflight.PreflightError, match="sead is not a key"):
+    with pytest.raises(ParamsError, match="sead is not a key"):
         preflight.check()

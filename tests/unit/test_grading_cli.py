@@ -95,3 +95,14 @@ def test_wrong_usage_is_refused() -> None:
             main(arguments)
         assert stop.value.code == 2
     assert main(["--file", "no-such-file.jsonl"]) == 2
+
+
+def test_a_line_ends_where_json_lines_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python counts more characters as ends of lines than JSON lines have: U+2028, U+0085, ..."""
+    odd = "".join(map(chr, (0x2028, 0x2029, 0x85)))
+    row = {"prediction": f"So{odd}Answer: 5", "reference": "5", "expected": True}
+    (tmp_path / "cases.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n")
+    assert main(["--file", str(tmp_path / "cases.jsonl")]) == 0
+    assert "all" in capsys.readouterr().out

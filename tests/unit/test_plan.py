@@ -123,7 +123,8 @@ def test_time_and_cost_are_those_of_the_last_runs(project: ToyProject) -> None:
     )
     timings = project.path / plan.TIMINGS
     records = [("one", 999), ("one", 8.4), ("two", 200), ("three", 7200)]
-    timings.write_text("".join(json.dumps({"stage": s, "seconds": t}) + "\n" for s, t in records))
+    lines = [json.dumps({"stage": s, "seconds": t}) for s, t in records]
+    timings.write_text("\n".join([*lines, '{"stage": "one", "sec']))  # the last was cut by a kill
     lines = shown(project)
     assert "one    runs        8.4 s, 0.00" in lines
     assert "two    runs        3.3 min, 2.00" in lines

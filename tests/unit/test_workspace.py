@@ -53,6 +53,7 @@ def test_a_wrong_override_is_named_and_nothing_is_written(checkout: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "value"),
     [("3", 3), ("1e-5", 1e-5), ("1.5e-3", 1.5e-3), ("true", True), ("null", None),
+     ("'1234e5'", "1234e5"), ('"7"', "7"), ("inf", "inf"), ("nan", "nan"),
      ("[1, 2]", [1, 2]), ("word", "word"), ("{a: 1}", {"a": 1}), ("", None)],
 )  # fmt: skip
 def test_override_values_are_what_they_look_like(text: str, value: object) -> None:
