@@ -90,10 +90,11 @@ def _launch(chosen: argparse.Namespace) -> int:
 def _doctor(chosen: argparse.Namespace) -> int:
     from polyturn import doctor, layout, params
 
-    findings = doctor.examine(Path.cwd(), doctor.AT_START if chosen.at_start else doctor.CHECKS)
     if chosen.at_start:
-        findings = [finding for finding in findings if finding.outcome == "failed"]
+        report = doctor.at_start(Path.cwd())
+        print(report.text, end="\n" if report.text else "")
+        return 0 if report.is_healthy else 1
+    findings = doctor.examine(Path.cwd())
     allowed = params.load(layout.PARAMS).doctor.allow
-    if findings:
-        print(doctor.told(findings, allowed, with_colour=sys.stdout.isatty()))
+    print(doctor.told(findings, allowed, with_colour=sys.stdout.isatty()))
     return 0 if doctor.is_healthy(findings, allowed) else 1

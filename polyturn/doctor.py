@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from polyturn import layout, params
@@ -32,6 +33,25 @@ CHECKS: Mapping[str, Check] = {
 }
 _GREEN, _RED, _YELLOW, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 _COLOURS = {"ok": _GREEN, "failed": _RED, "allowed": _YELLOW, "skipped": ""}
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """What is not green at the start of training, as a table; allowed lines are healthy."""
+
+    text: str
+    is_healthy: bool
+
+
+def at_start(root: Path) -> StartReport:
+    """The checks that training begins with, on a checkout.
+
+    Raises:
+        ParamsError: see `examine`.
+    """
+    allowed = params.load(root / layout.PARAMS).doctor.allow
+    findings = [found for found in examine(root, AT_START) if found.outcome == "failed"]
+    return StartReport(told(findings, allowed), is_healthy(findings, allowed))
 
 
 def examine(root: Path, checks: Mapping[str, Check] = CHECKS) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -78,7 +79,14 @@ def run_stage(name: str, body: Body) -> NoReturn:
     write_json(status_file(name), {"exit_code": outcome.exit_code, "message": outcome.message})
     with suppress(OSError):  # nobody may read it any more
         sys.stdout.flush()
+    gc.freeze()  # or the interpreter looks through all that is there, twice, before it ends
     raise SystemExit(outcome.exit_code)
+
+
+def imports_are_done() -> None:
+    """Collect garbage from now on, but not among the modules that are there: they stay."""
+    gc.freeze()
+    gc.enable()
 
 
 def status_file(name: str) -> Path:
@@ -112,6 +120,7 @@ def _run(name: str, body: Body) -> None:
             run.log_params(loaded)
             _log_inputs(run, before)
             context = StageContext(name, loaded, run, work_dir)
+            imports_are_done()
             with context.held:
                 body(context)
                 inputs.check_unchanged(before, inputs.read(name, known=before))

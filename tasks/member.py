@@ -11,13 +11,14 @@ from polyturn import layout, params
 from polyturn.params.launch import NODE
 from polyturn.supported import check_supported
 from tasks import failure, place, ranks
-from tasks.context import log_to, signals_end_it
+from tasks.context import imports_are_done, log_to, signals_end_it
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> int:
     """Train as the ranks of this host until the stage on the first one ends; exit codes as a stage's."""
+    imports_are_done()
     log_to(layout.STATE / "logs" / "train_member.log")
     outcome = failure.Outcome(0, "")
     try:

@@ -1,31 +1,43 @@
-"""The doctor at the start of training, in a process of its own: it decides whether a run begins, not what it computes.
+"""The doctor at the start of training: it decides whether a run begins, not what it computes.
 
-So its modules are no deps of the stage, and a change of theirs makes no policy stale.
+So its modules are no deps of the stage, and a change of theirs makes no policy stale: it is loaded by name, which the
+closure of imports does not see.
 """
 
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from polyturn.doctor import StartReport
 
 logger = logging.getLogger(__name__)
+
+_DOCTOR = "polyturn.doctor"
 
 
 class PreflightError(ValueError):
     """A check is red and doctor.allow does not name it; the message is the red lines, each with its fix."""
 
 
+class _Doctor(Protocol):
+    def at_start(self, root: Path) -> StartReport: ...
+
+
 def check() -> None:
     """Run the checks of this checkout that take no model.
 
     Raises:
+        ParamsError: see `polyturn.doctor.examine`.
         PreflightError: something is red.
     """
-    command = [sys.executable, "-m", "polyturn.cli", "doctor", "--at-start"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        red = done.stdout.strip() or done.stderr.strip()
-        raise PreflightError(f"preflight:\n{red}\nmend it, or name the check in doctor.allow")
-    for line in done.stdout.strip().splitlines():  # those that doctor.allow names
+    report = cast("_Doctor", import_module(_DOCTOR)).at_start(Path.cwd())
+    if not report.is_healthy:
+        raise PreflightError(
+            f"preflight:\n{report.text}\nmend it, or name the check in doctor.allow"
+        )
+    for line in report.text.splitlines():  # those that doctor.allow names
         logger.warning("preflight: %s", line)

@@ -31,7 +31,7 @@ from polyturn.recorder import MetricsSink
 from polyturn.tracking.run import attach_run
 from polyturn.world import LostPeerError, RankError, RankInputError
 from tasks import failure, training
-from tasks.context import log_to, signals_end_it, write_json
+from tasks.context import imports_are_done, log_to, signals_end_it, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,7 @@ def _train(work: Path, run_id: str, launcher: Process) -> None:
             what = f"training run {work.name}"
             stack.enter_context(lease.hold(lock, what=what, parent=launcher))
             sink = attach_run(loaded.tracking, root=Path.cwd(), run_id=run_id)
+        imports_are_done()
         here.barrier()
         training.train(loaded, work, sink, here)
         here.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polyturn import model
 from polyturn.model import Policy
@@ -11,9 +12,10 @@ from polyturn.params import Params
 from polyturn.render import Renderer
 from polyturn.sampler.base import Sampler
 from polyturn.sampler.hf import HfSampler
-from polyturn.sampler.sglang.build import Site, sglang_sampler
-from polyturn.sampler.sglang.weights import Named
 from polyturn.world import ONE, World
+
+if TYPE_CHECKING:
+    from polyturn.sampler.sglang.weights import Named
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ def open_sampler(
             is_vision_frozen=place.is_vision_frozen,
             vision_cache_mb=params.learner.vision_cache_mb,
         )
+
+    # Its client takes a while to load, and the hf sampler none of it.
+    from polyturn.sampler.sglang.build import Site, sglang_sampler  # noqa: PLC0415
 
     def write(directory: Path, tensors: Named) -> None:
         model.save(policy, directory, weights=tensors)

@@ -9,6 +9,8 @@ from typing import cast
 
 import yaml
 
+from polyturn.params_tree import parse_yaml
+
 
 def lock_digests(lock: Path) -> dict[str, str]:
     """Path -> md5 (directories end in ".dir") of every dep and out in dvc.lock, outs last; {} if there is none.
@@ -68,7 +70,7 @@ def _stages(lock: Path) -> object:
 
 
 def _parsed(lock: str) -> object:
-    tree = cast("Mapping[str, object] | None", yaml.safe_load(lock))
+    tree = cast("Mapping[str, object] | None", parse_yaml(lock))
     return (tree or {}).get("stages", {})
 
 

@@ -30,9 +30,15 @@ def started_pid(project: ToyProject) -> int:
 
 
 def test_a_stage_that_ends_well_records_status_time_and_run(toy: Toy) -> None:
-    project = toy(
-        good='assert ctx.params.seed == 0 and ctx.work_dir.is_dir() and ctx.name == "good"'
-    )
+    """Its body collects garbage, but not among what was imported, during which nothing was collected."""
+    body = """
+    assert ctx.params.seed == 0 and ctx.work_dir.is_dir() and ctx.name == "good"
+    import gc
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 100_000
+    assert gc.get_stats()[2]["collections"] == 0
+    """
+    project = toy(good=body)
     result = project.stage("good")
     assert result.returncode == 0, result.stdout
     assert project.status("good") == {"exit_code": 0, "message": ""}
