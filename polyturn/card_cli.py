@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from polyturn import layout, params
@@ -25,9 +24,8 @@ def run(root: Path) -> tuple[Path, Path]:
 
 def write(root: Path, store: Store) -> tuple[Path, Path]:
     """The same with a store that is open already."""
-    run_id = ""
-    if (root / layout.TRAIN_RUN).is_file():
-        run_id = str(json.loads((root / layout.TRAIN_RUN).read_text()).get("run_id", ""))
+    found = read_run(root)
+    run_id = str(found.train_run.get("run_id", ""))
     known = histories.tags(store, run_id) if run_id else {}
     history = histories.read(store, run_id, METRICS) if known else {}
-    return write_card(root, read_run(root), TrainingRun(run_id, known, history))
+    return write_card(root, found, TrainingRun(run_id, known, history))

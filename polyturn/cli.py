@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,12 +187,12 @@ def _view(chosen: argparse.Namespace) -> int:
 def _brought_back(directory: Path) -> str | None:
     """MODEL/VERSION of a runs/NAME: what came back of a worktree, in which trajectories are not."""
     from polyturn import layout
+    from polyturn.report.data import read_registered
 
-    record = directory / layout.REGISTERED
-    if not record.is_file() or (directory / layout.TRAJECTORIES).is_dir():
+    if (directory / layout.TRAJECTORIES).is_dir():
         return None
-    registered = json.loads(record.read_text())
-    return f"{registered['name']}/{registered['version']}"
+    registered = read_registered(directory)
+    return f"{registered['name']}/{registered['version']}" if registered else None
 
 
 def _play(chosen: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from polyturn.report.data import picture_directories
 from polyturn.tracking import comparisons, evaluations, versions
 from polyturn.tracking.run import open_run
 from polyturn.tracking.store import Store, connect
+from polyturn.tracking.versions import VersionError
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def run(request: Request, root: Path) -> Outcome:
 
     Raises:
         OtherSetError: they were scored on different sets.
-        TrackingError: one is not there, or the store does not answer.
+        TrackingError: one is not there, both are the same, or the store does not answer.
     """
     loaded = params.load(root / layout.PARAMS)
     store = connect(loaded.tracking, root)
@@ -50,6 +51,11 @@ def run(request: Request, root: Path) -> Outcome:
         versions.find(store, name, loaded.registry.name) for name in (request.first, request.second)
     ]
     first, second = (versions.load(store, entry, root) for entry in entries)
+    if first.key == second.key:
+        raise VersionError(
+            f"{request.first!r} and {request.second!r} are one policy ({first.label}, whose results run "
+            f"{first.key} keeps): there is nothing to compare"
+        )
     pair(first, second)
     name = f"compare {first.label} with {second.label}"
     with open_run(loaded.tracking, root=root, name=name, stage="compare") as opened:

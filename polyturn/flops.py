@@ -6,15 +6,17 @@ softmax are left out, as is customary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
 _BACKWARD = 2.0  # a backward pass costs two forward passes: gradients of inputs and of weights
 
-# Dense bfloat16 TFLOP/s of one GPU, by a part of its name (NVIDIA's data sheets, SXM where there are two).
+# Dense bfloat16 TFLOP/s of one GPU, by words of its name (NVIDIA's data sheets, SXM where nothing else is said).
 PEAK_TFLOPS: Mapping[str, float] = {
-    "B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "A10G": 70.0,
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H20": 148.0, "A100": 312.0,
+    "L40S": 362.0, "L40": 181.0, "L4": 121.0, "A10G": 70.0,
 }  # fmt: skip
 
 
@@ -77,8 +79,12 @@ def peak_tflops(gpu: str) -> float | None:
 
     >>> peak_tflops("NVIDIA H200"), peak_tflops("some GPU")
     (989.0, None)
+    >>> peak_tflops("NVIDIA GH200 480GB"), peak_tflops("NVIDIA L40"), peak_tflops("NVIDIA RTX A1000")
+    (989.0, 181.0, None)
     """
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in gpu), None)
+    # The G of GH200 and GB200 stands for the CPU beside the GPU.
+    named = (peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\bG?{part}\b", gpu))
+    return next(named, None)
 
 
 def _per_patch(vision: Mapping[str, int], text_width: int, patches_per_picture: float) -> float:

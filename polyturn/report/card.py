@@ -168,8 +168,11 @@ def _machine(run: RunData, training: TrainingRun) -> Machine:
 
 def _phases(run: RunData, training: TrainingRun, machine: Machine) -> list[Phase]:
     path = run.root / layout.POLICY / "config.json"
-    config = cast("Mapping[str, object]", json.loads(path.read_text())) if path.exists() else None
-    if config is not None and "vision_config" not in config:
+    try:
+        config = cast("Mapping[str, object]", json.loads(path.read_text()))
+    except (OSError, ValueError):
+        config = {}
+    if not isinstance(config, dict) or "vision_config" not in config:
         config = None
     return phases(training.history, run.params, config, machine) if run.params else []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 STAGES = ("fetch", "images", "model", "warmstart", "train", "evaluate", "register")
 POLICIES = ("warmstart", "policy")
+_ACCURACY = ("accuracy", "accuracy_low", "accuracy_high")
 MODES = ("sampled", "greedy", "training_env")
 
 Scores = Mapping[str, float]  # one leaf block of metrics.json
@@ -78,7 +80,6 @@ def read_run(root: Path) -> RunData:
     """Read what there is; a file that is absent or unreadable leaves its part empty, with a log line."""
     test = _section(_read_json(root / layout.METRICS), "test")
     count = test.get("num_problems")
-    registered = _read_json(root / layout.REGISTERED)
     return RunData(
         root=root,
         params=_read_params(root / layout.PARAMS),
@@ -93,10 +94,20 @@ def read_run(root: Path) -> RunData:
         counts=_read_counts(root),
         times=_read_times(root / layout.STATE / "timings.jsonl"),
         train_run=_read_json(root / layout.TRAIN_RUN),
-        registered=registered or None,
+        registered=read_registered(root),
         digests=_read_digests(root / layout.DVC_LOCK),
         environment=environment.capture(root),
     )
+
+
+def read_registered(root: Path) -> Mapping[str, object] | None:
+    """The record of the last registration, which has a name and a version; None where there is none."""
+    path = root / layout.REGISTERED
+    found = _read_json(path)
+    missing = [key for key in ("name", "version") if not isinstance(found.get(key), str | int)]
+    if found and missing:
+        logger.warning("%s is left out of the report: it has no %s", path, ", ".join(missing))
+    return found if found and not missing else None
 
 
 def picture_directories(root: Path) -> list[Path]:
@@ -121,17 +132,24 @@ def _read_json(path: Path) -> Mapping[str, object]:
     except (OSError, ValueError) as error:
         logger.warning("%s is left out of the report: %s", path, error)
         return {}
-    return cast("Mapping[str, object]", content) if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        logger.warning("%s is left out of the report: it is no JSON object", path)
+        return {}
+    return cast("Mapping[str, object]", content)
 
 
 def _read_lines(path: Path) -> list[Mapping[str, object]]:
     if not path.exists():
         return []
     try:
-        return [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
+        rows = [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         logger.warning("%s is left out of the report: %s", path, error)
         return []
+    if not all(isinstance(row, dict) for row in rows):
+        logger.warning("%s is left out of the report: a line is no JSON object", path)
+        return []
+    return rows
 
 
 def _read_params(path: Path) -> Params | None:
@@ -147,18 +165,37 @@ def _scores(test: Mapping[str, object]) -> dict[tuple[str, str], Scores]:
     for policy in POLICIES:
         for mode in MODES:
             block = _section(_section(test, policy), mode)
-            if "accuracy" in block:
-                found[(policy, mode)] = cast("Scores", block)
+            numbers = {key: value for key, value in block.items() if _is_number(value)}
+            if numbers.keys() >= set(_ACCURACY):
+                found[(policy, mode)] = cast("Scores", numbers)
+            elif block:
+                needed = ", ".join(_ACCURACY)
+                logger.warning(
+                    "%s test.%s.%s is left out of the report: it needs the numbers %s",
+                    layout.METRICS,
+                    policy,
+                    mode,
+                    needed,
+                )
     return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _read_curve(path: Path) -> Curve:
     if not path.exists():
         return {}
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = rows[0].keys() if rows else ()
-    return {name: [float(row[name]) if row[name] else None for row in rows] for name in names}
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+        names = reader.fieldnames or ()
+        return {name: [float(row[name]) if row[name] else None for row in rows] for name in names}
+    except (OSError, ValueError, csv.Error) as error:
+        logger.warning("%s is left out of the report: %s", path, error)
+        return {}
 
 
 def _read_exhibits(root: Path) -> Exhibits:
@@ -212,7 +249,7 @@ def _read_times(path: Path) -> list[StageTime]:
             str(row["stage"]), float(cast("float", row["seconds"])), str(row.get("run_id", ""))
         )
         for row in _read_lines(path)
-        if "stage" in row and "seconds" in row
+        if "stage" in row and _is_number(row.get("seconds"))
     }
     known = [last[stage] for stage in STAGES if stage in last]
     return known + [time for stage, time in last.items() if stage not in STAGES]

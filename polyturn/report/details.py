@@ -126,7 +126,7 @@ def links_of(run: RunData) -> list[Fact]:
         name, version = run.registered["name"], run.registered["version"]
         links.append(
             Fact(
-                str(run.registered["alias"]),
+                str(run.registered.get("alias", "registered")),
                 f"models:/{name}/{version}",
                 str(run.registered.get("reason", "")),
                 f"{base}/models/{name}/versions/{version}" if base else "",
@@ -158,7 +158,7 @@ def versions_of(run: RunData) -> list[Fact]:
         )
         rows.append(Fact("data", run.params.data.source))
         rows.append(Fact("environment", run.params.env.build))
-    if "stop_reason" in run.train_run:
+    if run.train_run.keys() >= {"stopped_at", "stop_reason"}:
         steps, reason = run.train_run["stopped_at"], run.train_run["stop_reason"]
         rows.append(Fact("training ended early", f"after {steps} steps, {reason}"))
     return rows

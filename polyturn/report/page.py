@@ -243,7 +243,11 @@ def _tiles(run: RunData) -> list[Fact]:
         total = sum(time.seconds for time in run.times)
         tiles.append(Fact("Time, all stages", duration(total), run.environment.cpu_model))
     if run.registered:
-        tiles.append(Fact("Registry", f"{run.registered['alias']}", _registered_name(run) or ""))
+        tiles.append(
+            Fact(
+                "Registry", str(run.registered.get("alias", "version")), _registered_name(run) or ""
+            )
+        )
     return tiles
 
 

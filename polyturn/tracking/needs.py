@@ -15,12 +15,12 @@ from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
 
 from polyturn import layout
-from polyturn.tracking.delivery import speaking
+from polyturn.tracking.delivery import first_line, is_away, speaking
 from polyturn.tracking.evaluations import RUN_TAG
 from polyturn.tracking.lineage import lock_outs
 from polyturn.tracking.model_store import DVC_TAG
 from polyturn.tracking.record import ENVIRONMENT
-from polyturn.tracking.store import Store
+from polyturn.tracking.store import Store, TrackingError
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -99,6 +99,14 @@ def pin(store: Store, run_id: str, *, is_pinned: bool) -> None:
         TrackingError: there is no such run.
     """
     with speaking(store):
+        try:
+            store.client.get_run(run_id)
+        except MlflowException as error:
+            if is_away(error):
+                raise
+            raise TrackingError(
+                f"{store.addresses.uri!r} has no run {run_id!r} ({first_line(error)})"
+            ) from None
         store.client.set_tag(run_id, PIN_TAG, str(is_pinned).lower())
 
 

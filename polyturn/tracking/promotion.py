@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from mlflow.exceptions import MlflowException
+from pydantic import TypeAdapter, ValidationError
 
 from polyturn import compare
 from polyturn.compare import Comparison, OtherSetError, Scored
@@ -64,6 +65,9 @@ class Move:
     version: int
     before: int | None
     reason: str
+
+
+_MOVE = TypeAdapter(Move)
 
 
 def champion(store: Store, name: str) -> ModelVersion | None:
@@ -142,9 +146,16 @@ def move(store: Store, name: str, version: int, alias: str, reason: str) -> Move
 def history(store: Store, name: str) -> list[Move]:
     """Every move of an alias of the model, oldest first."""
     tags = store.client.get_registered_model(name).tags
-    return [
-        Move(**json.loads(value)) for key, value in sorted(tags.items()) if key.startswith(_HISTORY)
-    ]
+    moves: list[Move] = []
+    for key, value in sorted(tags.items()):
+        if not key.startswith(_HISTORY):
+            continue
+        try:
+            moves.append(_MOVE.validate_json(value))
+        except ValidationError as error:
+            first = error.errors()[0]
+            logger.warning("%s: tag %s is no move of an alias: %s", name, key, first["msg"])
+    return moves
 
 
 def promoter() -> str:

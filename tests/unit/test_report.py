@@ -14,6 +14,7 @@ from flows import summary
 from polyturn import layout
 from polyturn.params import parse
 from polyturn.report import charts, details, trajectories
+from polyturn.report.card import TrainingRun, write_card
 from polyturn.report.charts import Bar, Line, bar_chart, line_chart, ticks
 from polyturn.report.data import read_run
 from polyturn.report.page import choose
@@ -216,6 +217,44 @@ def test_damaged_files_leave_their_part_out_with_a_warning(
     write_report(root)
     for name in ("metrics.json", "dvc.lock", "trajectories.jsonl.gz"):
         assert name in caplog.text
+
+
+SCORED = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "turns_mean": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "said"),
+    [
+        (layout.METRICS, {"test": {"policy": {"sampled": {"accuracy": 0.5}}}}, "test.policy.sampled"),
+        (layout.METRICS, {"test": {"policy": {"sampled": {**SCORED, "accuracy": None}}}}, "accuracy_low"),
+        (layout.METRICS, {"test": {"policy": {"sampled": {**SCORED, "accuracy_low": float("nan")}}}}, "test.policy"),
+        (layout.METRICS, {"test": {"policy": {"sampled": SCORED}}}, ""),
+        (layout.METRICS, [], "metrics.json is left out"),
+        (layout.REGISTERED, {"name": "m"}, "it has no version"),
+        (layout.REGISTERED, {"name": "m", "version": 3}, ""),
+        (layout.REGISTERED, [1], "registered.json is left out"),
+        (layout.TRAIN_RUN, [], "train_run.json is left out"),
+        (layout.TRAIN_RUN, {"run_id": 5, "stop_reason": "a signal"}, ""),
+        (layout.STATE / "timings.jsonl", 5, "timings.jsonl is left out"),
+        (layout.STATE / "timings.jsonl", {"stage": "train", "seconds": None}, ""),
+        (layout.CURVE, "step,reward_mean\n0,high\n", "train_curve.csv is left out"),
+        (layout.CURVE, "", ""),
+        (layout.POLICY / "config.json", [], ""),
+    ],
+)  # fmt: skip
+def test_json_that_is_not_what_polyturn_writes_leaves_its_part_out(
+    run_directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, path: Path, content: object, said: str
+):  # fmt: skip
+    # A checkout of another version, a merge by hand, a stage that was killed: `polyturn report`, `card` and `view`
+    # ended with a KeyError (dvc issue 9914: a metrics file of another shape).
+    root = tmp_path / "copy"
+    shutil.copytree(run_directory, root)
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(content if isinstance(content, str) else json.dumps(content))
+    write_report(root)
+    run = read_run(root)
+    write_card(root, run, TrainingRun(str(run.train_run.get("run_id", "")), {}, {}))
+    assert said in caplog.text
 
 
 def test_text_of_a_trajectory_cannot_become_markup(run_directory: Path, tmp_path: Path):

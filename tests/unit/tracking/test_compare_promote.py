@@ -113,6 +113,7 @@ def test_every_name_of_a_policy_leads_to_it(project: Path, capsys: pytest.Captur
         ("best", "'best' is no version, alias or run"),
         ("other/1", "(model 'other'"),
         ("0" * 32, "has no run 0000"),
+        ("v1", "'champion' and 'v1' are one policy"),
         ("v4", "tiny policy v1 was scored on evaluation set set 1, tiny policy v4 on set 2"),
     ],
 )
@@ -206,3 +207,26 @@ def test_a_candidate_and_a_version_by_hand_exclude_each_other(
     code, said = polyturn(capsys, "promote", "v2", "--to", "v3", "--reason", "x")
     assert code == 2
     assert "takes a candidate for the rule, or --to" in said
+
+
+@pytest.mark.parametrize("value", ["{}", "[]", "moved by hand", '{"version": "x"}'])
+def test_a_history_tag_of_somebody_else_is_named_and_left_out(
+    project: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, value: str
+):
+    # Tags of a registered model are anybody's to set, in MLflow's page too.
+    before = history(store(project), PARAMS.name)
+    store(project).client.set_registered_model_tag(PARAMS.name, "history.2026", value)
+    code, said = polyturn(capsys, "promote", "--history")
+    assert code == 0, said
+    assert history(store(project), PARAMS.name) == before
+    assert "tag history.2026 is no move of an alias" in caplog.text + said
+
+
+@pytest.mark.parametrize("run_id", ["0" * 32, "v1", "a b", ""])
+def test_a_run_that_is_not_there_cannot_be_pinned(
+    project: Path, capsys: pytest.CaptureFixture[str], run_id: str
+):
+    # It said that the server had stopped answering.
+    code, said = polyturn(capsys, "pin", run_id)
+    assert code == 2
+    assert f"has no run {run_id!r}" in said
