@@ -39,7 +39,7 @@ from polyturn.params import TrackingParams  # noqa: E402
 DEMO_S = 450.0  # of `make demo` on two quiet cores: six to nine minutes (README)
 # Calls of the demo: a warm start of about 900 steps, and 40 steps of training with two traces each.
 NUM_METRIC_CALLS, METRICS_PER_CALL, NUM_TRACES = 940, 20, 80
-TRACE_S = 0.15  # tracking.traces_per_step says so
+TRACE_S = 0.06  # tracking.traces_per_step says so
 MODULES = (
     "polyturn.params", "polyturn.cli", "tasks.context", "polyturn.reward", "flows.pipeline", "prefect", "mlflow",
     "dvc.repo", "transformers", "torch", "tasks.train",

@@ -37,7 +37,7 @@ class TrackingParams(Section):
     keep_runs: NonNegativeInt = 10
     system_metrics_s: NonNegativeFloat = 10.0  # between samples of CPU, memory, GPUs; 0: none
     traces_per_step: NonNegativeInt = (
-        2  # trajectories of a training step logged as traces, 0.15 s each
+        2  # trajectories of a training step logged as traces, 0.06 s each
     )
     # Step files of a training run kept as its artifacts, evenly spaced, for `polyturn view RUN_ID`.
     trajectory_files: NonNegativeInt = 8

@@ -19,6 +19,8 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 # What is not taken waits in the outbox: MLflow's own seven retries would hold a training step up for minutes.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+# Each trace is waited for, and MLflow's thread for traces looks only once a second whether it may end.
+os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
 
 __all__ = ["Run", "TrackingError", "open_run"]
 

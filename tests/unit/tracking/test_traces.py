@@ -1,5 +1,6 @@
 """Trajectories as traces: spans in order, pictures in chat form, reward as feedback."""
 
+import threading
 from pathlib import Path
 
 from polyturn.params import TrackingParams
@@ -35,3 +36,11 @@ def test_a_trajectory_becomes_a_trace_of_its_run(project: Path, tmp_path: Path):
     }
     (feedback,) = trace.info.assessments
     assert (feedback.name, feedback.value) == ("reward", entry["reward"])
+
+
+def test_no_thread_of_mlflow_is_waited_for(project: Path, tmp_path: Path):
+    """It would cost a second for each trace."""
+    entry = read_run(make_run(tmp_path / "run")).exhibits.after[0]
+    with open_run(TrackingParams(), root=project, name="train") as run:
+        log_trajectories(run, [(entry, "policy")], lambda _: None)
+        assert not [t.name for t in threading.enumerate() if "trace" in t.name.lower()]
