@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import random
+import re
 import time
 import zlib
 from collections.abc import Mapping
@@ -134,9 +135,13 @@ class Fetcher:
             answer = await self._request(url)
             if isinstance(answer, bytes):
                 return answer, url
-            target = urljoin(url, answer)
-            check_url(target, self._limits.allow_hosts)
-            url = quote_url(target)
+            try:
+                url = quote_url(urljoin(url, answer))
+            except ValueError:
+                raise RowError(
+                    "bad_url", f"{urlsplit(url).hostname} redirects to {printable(answer)}"
+                ) from None
+            check_url(url, self._limits.allow_hosts)
         raise RowError(
             "too_many_redirects", f"more than images.max_redirects {self._limits.max_redirects}"
         )
@@ -198,7 +203,7 @@ class Fetcher:
         try:
             check_raster(body)
         except RowError as error:
-            kind = response.headers.get("Content-Type", "nothing")[:60]
+            kind = printable(response.headers.get("Content-Type", "nothing"))
             said = f"status {response.status}, Content-Type {kind}: {error.detail}"
             raise RowError(error.reason, said) from None
         return body
@@ -216,7 +221,9 @@ class _Decoder:
         if name in ("gzip", "x-gzip", "deflate"):
             self._inflate = zlib.decompressobj(wbits=47 if name != "deflate" else 15)
         elif name not in ("", "identity"):
-            raise RowError("content_encoding", f"Content-Encoding {name[:40]!r} was not asked for")
+            raise RowError(
+                "content_encoding", f"Content-Encoding {printable(name)} was not asked for"
+            )
 
     def feed(self, chunk: bytes) -> None:
         if self._inflate is not None:
@@ -237,11 +244,20 @@ class _Decoder:
         return b"".join(self._parts)
 
 
+def printable(header: str) -> str:
+    """The start of a header that may hold any bytes, as text that can be logged and stored.
+
+    >>> printable("image/png"), printable("caf\\udce9")
+    ('image/png', 'caf\\\\udce9')
+    """
+    return header[:60].encode("ascii", "backslashreplace").decode()
+
+
 def retry_after_s(header: str | None, now_s: float) -> float:
     """Seconds that a Retry-After header asks for: a number, or an HTTP date; 0 if it says nothing readable."""
     if not header:
         return 0.0
-    if header.strip().isdigit():
+    if re.fullmatch(r"[0-9]+", header.strip()):
         return float(header)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now_s)

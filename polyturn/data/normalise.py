@@ -6,6 +6,7 @@ import hashlib
 import io
 import logging
 import math
+import re
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -29,10 +30,14 @@ _MAGIC = (
     (b"BM", "BMP"),
     (b"II*\x00", "TIFF"),
     (b"MM\x00*", "TIFF"),
-    (b"P4\n", "PPM"),
-    (b"P5\n", "PPM"),
-    (b"P6\n", "PPM"),
+    (b"II+\x00", "TIFF"),
+    (b"MM\x00+", "TIFF"),
 )
+_PPM = re.compile(rb"P[1-6]\s(?:\s|#.*\n)*\d")
+# A marker of a JPEG: not a stuffed byte, a restart or a fill byte.
+_JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
+_BARE_MARKERS = (0x01, 0xD8)  # have no segment behind them
+_END_OF_IMAGE = 0xD9
 _PNG_LEVEL = 3  # on line drawings as small as 6 (geo3k: 16.1 and 17.2 KB), a third faster
 
 
@@ -59,14 +64,21 @@ class NormalisedImage:
 
 
 def sniff(data: bytes) -> str:
-    """Name the kind of content by its first bytes: a Pillow format, or html, svg, json, text, empty, unknown."""
+    """Name the kind of content by its first bytes: a Pillow format, or heic, html, svg, json, text, empty, unknown."""
     for magic, name in _MAGIC:
         if data.startswith(magic):
             return name
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
-    if data[4:12] in (b"ftypavif", b"ftypavis"):
-        return "AVIF"
+    if data[4:8] == b"ftyp":
+        brands = data[
+            8 : min(int.from_bytes(data[:4], "big"), 256)
+        ]  # the first, and those it is compatible with
+        if b"avif" in brands or b"avis" in brands:
+            return "AVIF"
+        return "heic" if b"hei" in brands or b"mif1" in brands else "unknown"
+    if _PPM.match(data[:256]):
+        return "PPM"
     return _sniff_text(data[:1024])
 
 
@@ -226,8 +238,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def _check_complete(data: bytes, kind: str) -> None:
     """Refuse files without their end marker, which decoders complete with gray or garbage."""
     if kind == "JPEG":
-        # Entropy-coded data cannot hold FFD9 or FFDA: the last scan must be followed by an end marker.
-        is_whole = data.rfind(b"\xff\xd9") > data.rfind(b"\xff\xda")
+        is_whole = _has_jpeg_end(data)
     elif kind == "PNG":
         is_whole = b"IEND\xaeB`\x82" in data
     elif kind == "WEBP":
@@ -238,3 +249,15 @@ def _check_complete(data: bytes, kind: str) -> None:
         is_whole = True
     if not is_whole:
         raise RowError("truncated", f"{kind} of {len(data)} bytes ends before its end marker")
+
+
+def _has_jpeg_end(data: bytes) -> bool:
+    """Whether the first picture of a JPEG has its end marker; what follows it (a film, a second picture) is free."""
+    at = 2
+    while (found := _JPEG_MARKER.search(data, at)) is not None:
+        marker, at = found[1][0], found.end()
+        if marker == _END_OF_IMAGE:
+            return True
+        if marker not in _BARE_MARKERS:
+            at += max(2, int.from_bytes(data[at : at + 2], "big"))
+    return False

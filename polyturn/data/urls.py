@@ -84,13 +84,17 @@ def quote_url(url: str) -> str:
     name = f"[{host}]" if ":" in host else host
     userinfo = parts.netloc.rpartition("@")[0]
     netloc = (f"{userinfo}@" if userinfo else "") + name + (f":{port}" if port is not None else "")
-    path, query = _quote(parts.path) or "/", _quote(parts.query)
+    try:
+        path, query = _quote(parts.path) or "/", _quote(parts.query)
+    except UnicodeError:
+        raise RowError("bad_url", f"{public_url(url)!a} holds characters of no text") from None
     return urlunsplit((parts.scheme.lower(), netloc, path, query, ""))
 
 
 def _quote(text: str) -> str:
-    # A percent sign that starts no escape is itself escaped.
-    return re.sub(r"%(?![0-9A-Fa-f]{2})", "%25", quote(text, safe=_QUOTE_SAFE))
+    # Bytes of a redirect that are not UTF-8 go back as they came. A percent sign that starts no escape is escaped.
+    quoted = quote(text, safe=_QUOTE_SAFE, errors="surrogateescape")
+    return re.sub(r"%(?![0-9A-Fa-f]{2})", "%25", quoted)
 
 
 def public_url(url: str) -> str:

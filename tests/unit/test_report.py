@@ -246,7 +246,7 @@ def test_json_that_is_not_what_polyturn_writes_leaves_its_part_out(
     run_directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, path: Path, content: object, said: str
 ):  # fmt: skip
     # A checkout of another version, a merge by hand, a stage that was killed: `polyturn report`, `card` and `view`
-    # ended with a KeyError (dvc issue 9914: a metrics file of another shape).
+    # ended with a KeyError (treeverse/dvc#4068: a metrics file of another shape).
     root = tmp_path / "copy"
     shutil.copytree(run_directory, root)
     (root / path).parent.mkdir(parents=True, exist_ok=True)

@@ -222,6 +222,46 @@ def test_redirect_loops_end_and_short_chains_arrive(web: Web, stage: Stage) -> N
     assert web.hits["/loop.png"] == 3
 
 
+def _raw(head: bytes, body: bytes = b"") -> Answer:
+    async def answer(request: Request, writer: asyncio.StreamWriter) -> None:
+        writer.write(head + b"\r\nConnection: close\r\n\r\n" + body)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "location",
+    [b"http://127.0.0.1:99999/x.png", b"http://h:port/x.png", b"http://[::1/x.png", b"http://]/x.png", b"http://h\xe9/"],
+)  # fmt: skip
+def test_a_redirect_to_no_address_sets_one_row_aside(
+    web: Web, stage: Stage, location: bytes
+) -> None:
+    """ArchiveTeam/wpull#197 and cowrie#40509: an address that cannot be parsed ended the whole stage."""
+    odd = web.add("/odd.png", _raw(b"HTTP/1.1 302 Found\r\nLocation: " + location))
+    done = stage.run({"odd": odd, "good": web.add("/good.png", reply(png()))})
+    assert done.kept == ["good"]
+    assert done.set_aside["odd"].reason == "bad_url"
+
+
+def test_a_redirect_in_latin_1_is_followed_as_it_came(web: Web, stage: Stage) -> None:
+    """aio-libs/aiohttp#10047: Location with raw bytes that are not UTF-8."""
+    web.add("/caf\ufffd.png", reply(png()))  # what the test server's unquote makes of %E9
+    away = web.add("/away.png", _raw(b"HTTP/1.1 302 Found\r\nLocation: /caf\xe9.png"))
+    assert stage.run({"away": away}).kept == ["away"]
+
+
+def test_headers_of_any_bytes_set_one_row_aside(web: Web, stage: Stage) -> None:
+    kind = _raw(b"HTTP/1.1 200 OK\r\nContent-Type: \xff\xfe\r\nContent-Length: 5", b"hello")
+    coded = _raw(b"HTTP/1.1 200 OK\r\nContent-Encoding: \xff\r\nContent-Length: 5", b"hello")
+    later = _raw("HTTP/1.1 429 X\r\nRetry-After: \u00b2\r\nContent-Length: 0".encode())
+    sources = {"kind": kind, "coded": coded, "later": later, "good": reply(png())}
+    done = stage.run({name: web.add(f"/{name}.png", answer) for name, answer in sources.items()})
+    assert done.kept == ["good"]
+    assert {name: row.reason for name, row in done.set_aside.items()} == {
+        "kind": "not_an_image", "coded": "content_encoding", "later": "http_429",
+    }  # fmt: skip
+
+
 def test_compressed_bodies_are_undone_within_the_byte_limit(web: Web, stage: Stage) -> None:
     bomb = gzip.compress(b"\0" * 20_000_000)
     zipped = gzip.compress(png())

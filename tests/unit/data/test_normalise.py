@@ -250,8 +250,36 @@ def test_a_cut_file_is_never_completed_with_gray(kind: str, cut: float) -> None:
         assert _reason(data[:cut_at]) == "truncated"
 
 
-def test_a_progressive_jpeg_with_trailing_bytes_is_whole() -> None:
-    assert normalise(_save(_noise(), "JPEG", progressive=True) + b"\0" * 7, SMALL).width == 200
+@pytest.mark.parametrize("is_progressive", [False, True])
+def test_a_jpeg_is_whole_whatever_follows_it(is_progressive: bool) -> None:
+    """3rd/image.nvim#379 and libjxl#3502: phones put a film behind the picture."""
+    thumbnail = Image.Exif()
+    thumbnail[0x9286] = _save(_noise((16, 16)), "JPEG").hex()  # a comment as long as one
+    data = _save(_noise(), "JPEG", progressive=is_progressive, exif=thumbnail)
+    for trailer in (
+        b"\0" * 7,
+        b"\0\0\0\x18ftypmp42" + b"\xff\xda\0" * 9,
+        b"\xff\xd8\xff\xda",
+        data[:999],
+    ):
+        assert normalise(data + trailer, SMALL).width == 200
+    assert _reason(data[:-2]) == "truncated"
+    assert _reason(data[: len(data) // 2]) == "truncated"
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"P3\n# by hand\n2 1\n255\n255 0 0 255 0 0\n", "PPM"),
+        (b"P6 2 1 255\n" + bytes(RED) * 2, "PPM"),
+        (_save(Image.new("RGB", (2, 1), RED), "TIFF", big_tiff=True), "TIFF"),
+        (_save(Image.new("RGB", (2, 1), RED), "AVIF", quality=100).replace(b"ftypavif", b"ftypmif1", 1), "AVIF"),
+    ],
+)  # fmt: skip
+def test_every_form_of_a_format_that_pillow_reads_is_known(data: bytes, kind: str) -> None:
+    """fdintino/pillow-avif-plugin#5: AVIF by its compatible brands; and ASCII PPM, BigTIFF."""
+    assert sniff(data) == kind
+    assert normalise(data, SMALL).width == 2
 
 
 def _bomb(side: int) -> bytes:
@@ -304,6 +332,9 @@ def test_an_animation_gives_its_first_frame_and_counts_them(kind: str) -> None:
         (b'{"error": "no"}', "json"),
         (b"%PDF-1.7", "text"),
         (b"hello", "text"),
+        (b"P5 is a promise", "text"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "heic"),
+        (b"\0\0\0\x18ftypisom\0\0\0\0isommp42", "unknown"),
         (b"\x00\x01\x02\x03", "unknown"),
     ],
 )
