@@ -18,6 +18,7 @@ from polyturn import layout, params
 from polyturn.tracking import webhooks
 from polyturn.tracking.store import connect
 from polyturn.tracking.webhooks import AliasMove, WebhookError
+from tasks.context import imports_are_done
 
 SECRET_VARIABLE = "POLYTURN_WEBHOOK_SECRET"
 DEPLOYMENT = "evaluate/champion"
@@ -86,6 +87,7 @@ def _answer(
 
 def main(arguments: list[str] | None = None) -> int:
     """Subscribe at the MLflow server of params.yaml, then receive; exit 2 for what the user has to mend."""
+    imports_are_done()
     parser = argparse.ArgumentParser(prog="python -m flows.alias_webhook", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (%(default)s)")
     parser.add_argument("--port", type=int, default=8770, help="(%(default)s)")

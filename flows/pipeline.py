@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import logging
 import sys
@@ -27,7 +28,7 @@ from polyturn import layout, params, tracking, workspace
 from polyturn.login import USER
 from polyturn.report.write import write_report
 from polyturn.supported import check_supported
-from tasks.context import PARENT_RUN
+from tasks.context import PARENT_RUN, imports_are_done
 from tasks.failure import FAILURE, USER_ERROR, Terminated
 from tasks.stage import StageFailedError, StageReport, run_dvc_stage
 
@@ -215,6 +216,7 @@ def _check_server() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the flow from the command line; exit 2 for what the user has to mend."""
+    imports_are_done()
     parser = argparse.ArgumentParser(prog="python -m flows.pipeline", description=__doc__)
     parser.add_argument("--recipe", help="an overlay of recipes/, by name")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="pairs")
@@ -236,4 +238,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    gc.freeze()  # as at the end of a stage
+    sys.exit(code)

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -105,10 +106,23 @@ def installed_packages() -> dict[str, str]:
     """Every installed distribution (normalised name) and its version, sorted by name."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
-        name = str(distribution.metadata["Name"] or "").lower().replace("_", "-")
-        if name:
-            found.setdefault(name, distribution.version)
+        head = _head(distribution)
+        if name := _normal_name(head):
+            found.setdefault(name, head.get("Version", ""))
     return dict(sorted(found.items()))
+
+
+def _head(distribution: metadata.Distribution) -> dict[str, str]:
+    """The fields of a distribution; `distribution.metadata` parses the description behind them too, which takes longer."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    lines = text.partition("\n\n")[0].splitlines()
+    return {
+        name: value.strip() for name, colon, value in (x.partition(":") for x in lines) if colon
+    }
+
+
+def _normal_name(head: Mapping[str, str]) -> str:
+    return head.get("Name", "").lower().replace("_", "-")
 
 
 def _sources() -> dict[str, str]:
@@ -124,7 +138,7 @@ def _sources() -> dict[str, str]:
                 if version
                 else record["url"]
             )
-            found[str(distribution.metadata["Name"] or "").lower().replace("_", "-")] = address
+            found[_normal_name(_head(distribution))] = address
     return dict(sorted(found.items()))
 
 

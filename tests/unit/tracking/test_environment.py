@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,14 @@ def test_an_edit_in_the_second_of_the_commit_is_seen(project: Path):
     os.utime(index, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     time.sleep(1.1)
     assert "+a = 2" in environment.capture(project).diff
+
+
+def test_versions_of_all_that_is_installed_are_recorded() -> None:
+    found = environment.installed_packages()
+    assert len(found) > 100
+    for name in ("torch", "mlflow", "typing-extensions", "polyturn"):
+        assert found[name] == metadata.version(name)
+    first: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        first.setdefault(distribution.name.lower().replace("_", "-"), distribution.version)
+    assert found == dict(sorted(first.items()))
