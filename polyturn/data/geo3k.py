@@ -20,7 +20,7 @@ from polyturn.params import DataParams, ImagesParams, ParamsError
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "dev"),
-    "test": ("test",),
+    "test": ("test", "testmini"),
 }
 _BATCH_ROWS = 256
 _HUB_TIMEOUT_S = 20
@@ -39,6 +39,17 @@ class LineError:
 
 
 @dataclass(frozen=True)
+class UnknownSplit:
+    """A row whose split column names no split; it stands in the stream of training rows in the row's place."""
+
+    row: Mapping[str, object]
+
+    def __str__(self) -> str:
+        known = ", ".join(name for names in SPLIT_NAMES.values() for name in names)
+        return f"split {self.row.get('split')!r} is none of {known}"
+
+
+@dataclass(frozen=True)
 class FileSource:
     """Rows of local .jsonl and .parquet files; `root` holds relative pictures, `base_url` prefixes them."""
 
@@ -49,17 +60,20 @@ class FileSource:
     def load(self, split: str) -> Iterator[object]:
         """The rows of one split: by their split column, else by their file's name, else train.
 
+        A row of another split than these is an `UnknownSplit`: it could be anybody's test row.
+
         Raises:
             ParamsError: a file is no Parquet.
         """
         for path in self.files:
             of_file = split_of_name(path.name)
             for raw in read_rows(path):
-                if isinstance(raw, LineError):
-                    own = of_file or "train"
-                else:
-                    own = canonical_split(raw.get("split")) or of_file or "train"
-                if own == split:
+                label = None if isinstance(raw, LineError) else raw.get("split")
+                own = canonical_split(label)
+                if own is None and isinstance(raw, Mapping) and isinstance(label, str) and label:
+                    if split == "train":
+                        yield UnknownSplit(raw)
+                elif (own or of_file or "train") == split:
                     yield raw
 
 

@@ -1,7 +1,7 @@
 """Rows that are set aside: one format, named reasons, nothing silent.
 
-Reasons of rows: bad_json, bad_row, bad_text, duplicate_id, missing_problem, bad_content, bad_role, unsupported_media,
-bad_image, image_count, missing_answer, bad_answer, ambiguous_answer, unrenderable, prompt_too_long,
+Reasons of rows: bad_json, bad_row, bad_split, bad_text, duplicate_id, missing_problem, bad_content, bad_role,
+unsupported_media, bad_image, unnamed_image, image_count, missing_answer, bad_answer, ambiguous_answer, unrenderable, prompt_too_long,
 shared_with_train.
 Reasons of sources: blocked_scheme, blocked_address, blocked_path, bad_url, missing_file, bad_data_uri.
 Reasons of a fetch: http_<status>, timeout, connection, dns, tls, too_large, too_many_redirects, empty_body,

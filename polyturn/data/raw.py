@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote, urlsplit
 
 from polyturn.data.files import write_jsonl
-from polyturn.data.geo3k import LineError
+from polyturn.data.geo3k import LineError, UnknownSplit
 from polyturn.data.normalise import FORMATS, sniff
 from polyturn.data.quarantine import RowError, SetAside, write_quarantine
 from polyturn.data.rows import Embedded, ImageSource, Row, parse_row, row_id
@@ -97,7 +97,7 @@ class RawWriter:
             _check_text(row)
             sources = [self._place(image) for image in row.images]
         except RowError as error:
-            name = row_id(raw, split, index)
+            name = row_id(raw.row if isinstance(raw, UnknownSplit) else raw, split, index)
             if isinstance(raw, LineError):
                 name = f"{raw.path}:{raw.line}"
             self._set_aside.append(SetAside(name, split, "fetch", error.reason, error.detail))
@@ -120,6 +120,8 @@ class RawWriter:
             if self.params.on_bad_line == "stop":
                 raise ValueError(f"{raw}; correct the line or set data.on_bad_line: set_aside")
             raise RowError("bad_json", str(raw))
+        if isinstance(raw, UnknownSplit):
+            raise RowError("bad_split", str(raw))
         row = parse_row(
             raw, split=split, index=index, params=self.params, parse_answer=self.parse_answer
         )

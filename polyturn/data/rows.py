@@ -19,6 +19,7 @@ from polyturn.params import DataParams
 from polyturn.types import Json
 
 IMAGE_TAG = "<image>"
+_IMAGE_COLUMNS = ("image", "images", "img", "picture", "pictures")
 ROLES = ("system", "user", "assistant")
 ImageSource = (
     str | Embedded
@@ -69,6 +70,8 @@ def parse_row(
     if row.get(params.images_key) is not None:
         images = _image_list(row[params.images_key], f"embedded/{split}/{index:06d}")
     turns, images = _prompt(row, params, images, f"embedded/{split}/{index:06d}")
+    if not images:
+        _check_unnamed(row, params)
     turns, is_tag_added = _check_tags(turns, len(images), add_tag=params.add_image_tag)
     used = {"id", "split", params.problem_key, params.images_key, params.answer_key}
     return Row(
@@ -80,6 +83,18 @@ def parse_row(
         metadata={key: _json(plain(value)) for key, value in row.items() if key not in used},
         is_tag_added=is_tag_added,
     )
+
+
+def _check_unnamed(row: Mapping[str, object], params: DataParams) -> None:
+    """A row without pictures whose picture stands in a column of another name would be asked without it."""
+    known = (params.problem_key, params.images_key, params.answer_key)
+    for key in _IMAGE_COLUMNS:
+        value = None if key in known else plain(row.get(key))
+        if value is not None and not (isinstance(value, str | list) and not value):
+            raise RowError(
+                "unnamed_image",
+                f"column {key!r} holds what looks like a picture, and data.images_key is {params.images_key!r}",
+            )
 
 
 def row_id(raw: object, split: str, index: int) -> str:

@@ -20,7 +20,7 @@ SPLITS = ("train", "validation", "test")
 class Source(Protocol):
     """A dataset: `load(split)` gives its rows, in a stable order.
 
-    A row is a mapping of columns; a `LineError` stands where a line could not be read.
+    A row is a mapping of columns; a `LineError` or `UnknownSplit` stands where one cannot be used.
     """
 
     @property

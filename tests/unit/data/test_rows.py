@@ -51,6 +51,21 @@ def test_a_plain_row_keeps_everything() -> None:
     assert _parse({**_row(), "id": 12}).id == "12"
 
 
+@pytest.mark.parametrize(
+    "value", [URL, {"bytes": png(), "path": None}, [URL], png(), np.zeros((8, 8), np.uint8)]
+)
+def test_a_picture_in_a_column_of_another_name_is_not_left_out(value: object) -> None:
+    """TRL takes `image` as well as `images` (huggingface/trl#6618): such rows were asked without their picture."""
+    row = {"problem": "Find $x$.", "answer": "1", "image": value}
+    error = _reason(row)
+    assert error.reason == "unnamed_image"
+    assert "column 'image'" in error.detail
+    assert "data.images_key is 'images'" in error.detail
+    assert len(_parse(row, images_key="image").images) == 1
+    assert _parse({**row, "images": [URL]}).images == (URL,)
+    assert _parse({**row, "image": None}).images == ()
+
+
 def test_tags_in_two_turns_for_one_picture_are_a_named_error() -> None:
     """ROW-01."""
     messages = [

@@ -139,6 +139,20 @@ def _bytes_of(rows: list[dict[str, object]], root: Path) -> list[dict[str, objec
     ]
 
 
+def test_rows_of_a_split_of_another_name_are_set_aside_not_trained_on(tmp_path: Path) -> None:
+    """lupantech/MathVista#10: its rows are of test sets, under splits such as testmini."""
+    root = tmp_path / "set"
+    rows = _dataset(_made(root).parent)
+    for row, split in zip(rows, ("testmini", "hidden", "train", "", None), strict=True):
+        row["split"] = split
+    _jsonl(root / "problems.jsonl", rows)
+    report = _write(tmp_path / "raw", source="geo3k", path=str(root), **ALL)
+    assert report.kept == {"train": 3, "validation": 0, "test": 1}
+    (aside,) = report.set_aside
+    assert (aside.id, aside.reason) == ("r1", "bad_split")
+    assert "split 'hidden' is none of train, training, validation, val" in aside.detail
+
+
 def test_a_directory_gives_relative_paths_that_lie_in_pictures(tmp_path: Path) -> None:
     root = tmp_path / "set"
     _jsonl(root.joinpath("problems.jsonl") if root.exists() else _made(root), _dataset(root))
