@@ -32,12 +32,20 @@ def _main_worktree(root: Path) -> Path:
     return common.parent if common.name == ".git" else root
 
 
+def from_home(path: str) -> Path:
+    """A path in which a ~ at the start means a home directory, as in a shell; it stays where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def from_checkout(path: str, root: Path = Path()) -> Path:
     """A path of params.yaml: as it is where that exists, else as seen from the main checkout, whose untracked files a worktree lacks.
 
     The value stays relative in params.yaml, so that worktree and checkout have the same params and share the run cache.
     """
-    here = Path(path)
+    here = from_home(path)
     if here.is_absolute() or (root / here).exists():
         return here
     there = main_checkout(root) / here

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from polyturn import lease
-from polyturn.checkout import main_checkout
+from polyturn.checkout import from_home, main_checkout
 from polyturn.object_lease import ObjectLease
 from polyturn.objects import Objects
 from polyturn.params import Params, TrainParams
@@ -119,7 +119,7 @@ def _end_training() -> None:
 
 
 def _shared(uri: str) -> Path:
-    return main_checkout(Path.cwd()) / uri
+    return main_checkout(Path.cwd()) / from_home(uri)
 
 
 def _make(directory: Path) -> None:

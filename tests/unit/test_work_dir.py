@@ -37,15 +37,17 @@ def test_a_work_uri_that_is_no_directory_is_named(tmp_path: Path, below: str, wh
         occupy(ctx)
 
 
-@pytest.mark.parametrize("uri", ["", "shared", "{tmp_path}/shared"])
+@pytest.mark.parametrize("uri", ["", "shared", "{tmp_path}/shared", "~/shared"])
 def test_work_lies_below_the_uri_and_goes_once_the_outputs_are_accepted(
-    checkout: Path, tmp_path: Path, uri: str
+    checkout: Path, tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = uri.format(tmp_path=tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     ctx = context(work_uri=uri)
     with ctx.held:
         place = occupy(ctx)
-        expected = (checkout / uri if uri else Path("stage")) / place.directory.name
+        below = checkout / uri.replace("~", str(tmp_path / "home")) if uri else Path("stage")
+        expected = below / place.directory.name
         assert place.directory == expected
         (place.directory / "file").write_text("")
         for cleanup in ctx.cleanups:

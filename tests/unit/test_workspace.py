@@ -140,6 +140,11 @@ def test_a_relative_dataset_is_found_from_the_worktree(
     assert from_checkout("data.txt") == Path("data.txt"), "tracked files are the worktree's own"
     assert from_checkout("Qwen/absent") == Path("Qwen/absent")
     assert from_checkout("/nowhere") == Path("/nowhere")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert from_checkout("~/rows.jsonl") == Path("/home/somebody/rows.jsonl")
+    assert from_checkout("~nobody-of-this-name/rows.jsonl") == Path(
+        "~nobody-of-this-name/rows.jsonl"
+    )
 
 
 @pytest.mark.parametrize("depth", [".dvc/tmp/exps/tmpabc", ".dvc/tmp/exps/tmpabc/sub"])
