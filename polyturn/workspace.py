@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import shutil
 import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -175,7 +176,10 @@ def add_worktree(root: Path, name: str, revision: str) -> Path:
     _git(root, "worktree", "prune")
     if path.exists():
         remove(root, path)
-    _git(root, "worktree", "add", "--quiet", "--detach", str(path), commit)
+    # Hooks of the user's (dvc install, pre-commit) are for work by hand, and one that fails fails the command. Forced
+    # twice: of an earlier one a lock may be left.
+    add = ["-c", "core.hooksPath=/dev/null", "worktree", "add", "--force", "--force"]
+    _git(root, *add, "--quiet", "--detach", str(path), commit)
     return path
 
 
@@ -214,13 +218,18 @@ def _fetch(root: Path) -> None:
 
 
 def remove(root: Path, path: Path) -> None:
-    """Remove a worktree with everything in it."""
-    _git(root, "worktree", "remove", "--force", str(path))
+    """Remove a worktree with everything in it, also one that git knows no more (half made, or its checkout was moved)."""
+    try:
+        _git(root, "worktree", "remove", "--force", "--force", str(path))
+    except WorkspaceError as error:
+        logger.info("%s", error)
+        shutil.rmtree(path)
+        _git(root, "worktree", "prune")
 
 
 def uncommitted(root: Path) -> list[str]:
     """Paths with edits that are not committed; the pipeline's own outputs do not count."""
-    lines = _git(root, "status", "--porcelain").splitlines()
+    lines = _git(root, "-c", "core.quotePath=false", "status", "--porcelain").splitlines()
     return [name for line in lines if (name := line[3:]) not in _OUTPUTS]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,57 @@ def test_a_worktree_has_its_own_params_and_the_shared_cache(toy: Toy) -> None:
     config = subprocess.check_output(["dvc", "cache", "dir"], cwd=path, text=True)
     assert Path(config.strip()).resolve() == (project.path / ".dvc/cache").resolve()
     workspace.remove(project.path, path)
+    assert not path.exists()
+
+
+def _killed(root: Path, path: Path) -> Path:
+    subprocess.run(
+        ["git", "worktree", "lock", "--reason", "initializing", path], cwd=root, check=True
+    )
+    return root
+
+
+def _half_made(root: Path, path: Path) -> Path:
+    (path / ".git").unlink()
+    return root
+
+
+def _gone(root: Path, path: Path) -> Path:
+    _killed(root, path)
+    shutil.rmtree(path)
+    return root
+
+
+def _moved(root: Path, path: Path) -> Path:
+    del path
+    return root.rename(root.with_name("moved"))
+
+
+def _hooked(root: Path, path: Path) -> Path:
+    del path
+    hook = root / ".git/hooks/post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
+    return root
+
+
+@pytest.mark.parametrize("happens", [_killed, _half_made, _gone, _moved, _hooked])
+def test_a_worktree_is_made_anew_whatever_became_of_the_last_one(
+    tmp_path: Path, happens: Callable[[Path, Path], Path]
+) -> None:
+    """superset-sh/superset#1384 (hooks); a killed `git worktree add` leaves a lock; PIPE-07 (a moved project)."""
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / ".gitignore").write_text(".polyturn/\n")
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    subprocess.run(["git", "add", "."], cwd=root, check=True)
+    names = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *names, "commit", "-q", "-m", "test"], cwd=root, check=True)
+    root = happens(root, workspace.add_worktree(root, "run", "HEAD"))
+    path = workspace.add_worktree(root, "run", "HEAD")
+    assert sorted(entry.name for entry in path.iterdir()) == [".git", ".gitignore"]
+    workspace.remove(root, path)
     assert not path.exists()
 
 
