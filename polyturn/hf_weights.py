@@ -104,6 +104,23 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def in_order(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the directory's files, by name in the module, one in memory at a time; a tied head too.
+
+    Raises:
+        OSError, SafetensorError: a file is missing or damaged.
+    """
+    places: dict[str, tuple[Path, str]] = {}
+    for path in _files(directory):
+        with safe_open(path, "pt") as file:
+            places |= {module_name(name): (path, name) for name in file.keys()}  # noqa: SIM118
+    places.setdefault(HEAD, places[EMBEDDING])  # left out where it is the embedding
+    for name in sorted(places):
+        path, stored = places[name]
+        with safe_open(path, "pt") as file:
+            yield name, file.get_tensor(stored)
+
+
 def check_manifest(directory: Path) -> None:
     """Compare every tensor with the directory's manifest, if it has one.
 

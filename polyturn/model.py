@@ -335,8 +335,26 @@ def _save_config(model: PreTrainedModel, directory: Path, dtype: torch.dtype | N
 
 def weights_digest(model: torch.nn.Module) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of all parameters in name order."""
+    return _digest(sorted(model.state_dict().items()))
+
+
+def saved_digest(params: ModelParams, directory: Path) -> str:
+    """`weights_digest` of what `load` makes of a directory that `save` has written, without making it.
+
+    Raises:
+        ModelError: a tensor is not what the directory's manifest says.
+    """
+    try:
+        hf_weights.check_manifest(directory)
+    except WeightsError as error:
+        raise ModelError(f"tensors of {directory} are not those that were saved: {error}") from None
+    dtype = DTYPES[params.dtype]
+    return _digest((name, tensor.to(dtype)) for name, tensor in hf_weights.in_order(directory))
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in tensors:
         data = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {data.dtype} {tuple(data.shape)}\n".encode())
         digest.update(data.view(torch.uint8).numpy().tobytes())

@@ -65,8 +65,7 @@ def _publish(ctx: StageContext, work: Path) -> None:
         shutil.copytree(source, target)
     shutil.copy(work / training.CURVE, layout.CURVE)
     _show_trajectories(ctx, times_directory(training.trajectories_in(work)))
-    published = model.load(ctx.params.model, layout.POLICY)
-    digest = model.weights_digest(published.model)
+    digest = model.saved_digest(ctx.params.model, layout.POLICY)
     early = {"stopped_at": stopped.step, "stop_reason": stopped.reason} if stopped else {}
     write_json(layout.TRAIN_RUN, {"run_id": ctx.run.run_id, **early})
     ctx.run.set_tags(early)

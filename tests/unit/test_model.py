@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -48,6 +49,31 @@ def test_a_saved_policy_loads_to_equal_tensors_and_facts(
     ):
         assert torch.equal(one, other)
     assert loaded.model.lm_head.weight is loaded.model.model.language_model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "2.5"])
+def test_the_digest_of_what_was_saved_is_that_of_what_is_loaded(
+    policy: Policy,
+    policy_2_5: Policy,
+    tmp_path: Path,
+    kind: str,
+    dtype: Literal["float32", "bfloat16"],
+) -> None:
+    """In one file or in shards; a tensor that has changed since is an error."""
+    chosen, target = ModelParams(dtype=dtype), tmp_path
+    saved = {"tied": policy, "2.5": policy_2_5}.get(kind) or tiny.qwen3(
+        tiny.SMALL.model_copy(update={"tie_embeddings": False})
+    )
+    for limit in (10**9, 100_000):
+        target = tmp_path / str(limit)
+        model.save(saved, target, max_shard_bytes=limit)
+        loaded = model.load(chosen, target)
+        assert model.saved_digest(chosen, target) == model.weights_digest(loaded.model)
+    manifest = target / hf_weights.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"sha256": "', '"sha256": "0', 1))
+    with pytest.raises(ModelError, match=r"not those that were saved: 1 not as weights_manifest"):
+        model.saved_digest(chosen, target)
 
 
 def test_saving_replaces_what_was_there(policy: Policy, tmp_path: Path) -> None:
