@@ -159,7 +159,7 @@ def _files(directory: Path) -> list[Path]:
     if not index.is_file():
         return [directory / SINGLE]
     try:
-        names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
+        names = {str(Path(name)) for name in json.loads(index.read_text())["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{INDEX} cannot be read: {type(error).__name__}: {error}") from None
     return [directory / name for name in sorted(names)]

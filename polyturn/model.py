@@ -90,25 +90,50 @@ def family_of(model: PreTrainedModel, processor: Processor) -> Family:
     """Read the family facts off a loaded model and its processor.
 
     Raises:
-        ModelError: the tokenizer lacks one of the special tokens.
+        ModelError: the tokenizer lacks one of the special tokens, or config.json, tokenizer and image processor do not
+            belong together.
     """
     tokenizer = processor.tokenizer
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (*IMAGE_TOKENS, END_OF_TURN)}
-    missing = [token for token, token_id in ids.items() if token_id is None]
+    # A token that is not known may have the id of one that stands for all of those.
+    missing = [t for t, i in ids.items() if i is None or tokenizer.convert_ids_to_tokens(i) != t]
     if missing:
         raise ModelError(
             f"model.path: the tokenizer lacks {' '.join(missing)}; is tokenizer.json that of a Qwen-VL?"
         )
     vision = model.config.vision_config
+    _check_agreement(model, processor, cast("int", ids[IMAGE_PAD]))
+    end_of_turn = cast("int", ids[END_OF_TURN])
+    padding = tokenizer.pad_token_id
     return Family(
         model_type=model.config.model_type,
         image_token_id=cast("int", ids[IMAGE_PAD]),
-        end_of_turn_id=cast("int", ids[END_OF_TURN]),
-        padding_id=cast("int", tokenizer.pad_token_id),
+        end_of_turn_id=end_of_turn,
+        padding_id=end_of_turn if padding is None else cast("int", padding),
         banned_ids=tuple(sorted(cast("int", ids[token]) for token in IMAGE_TOKENS)),
         patch_size=vision.patch_size,
         merge_size=vision.spatial_merge_size,
     )
+
+
+def _check_agreement(model: PreTrainedModel, processor: Processor, image_pad: int) -> None:
+    """Pictures are cut, counted and placed as the model expects them; an engine goes by config.json."""
+    vision, images = model.config.vision_config, processor.image_processor
+    pairs = {
+        "image_token_id": (model.config.image_token_id, image_pad),
+        "vision_config.patch_size": (vision.patch_size, images.patch_size),
+        "vision_config.spatial_merge_size": (vision.spatial_merge_size, images.merge_size),
+        "vision_config.temporal_patch_size": (
+            vision.temporal_patch_size,
+            images.temporal_patch_size,
+        ),
+    }
+    told = [f"{key} {own}, there {other}" for key, (own, other) in pairs.items() if own != other]
+    if told:
+        raise ModelError(
+            f"model.path: config.json differs from tokenizer and image processor: {'; '.join(told)}; the files are of "
+            "different models"
+        )
 
 
 def load(params: ModelParams, directory: Path) -> Policy:
@@ -125,7 +150,8 @@ def load(params: ModelParams, directory: Path) -> Policy:
             f"model.path: {directory} has no config.json, so it is no Hugging Face model directory; "
             "name one, a hub id or an s3:// URI, or null to build the small model"
         )
-    model_type = _model_type(config_file)
+    config = _read_config(config_file)
+    model_type = str(config.get("model_type", ""))
     if model_type.endswith("_moe"):
         raise ModelError(
             f"model.path: {directory} is a {model_type!r}, a mixture of experts, which is not trained: where an engine and "
@@ -135,6 +161,11 @@ def load(params: ModelParams, directory: Path) -> Policy:
     if model_type not in MODEL_CLASSES:
         raise ModelError(
             f"model.path: {directory} is a {model_type!r}; polyturn trains {sorted(MODEL_CLASSES)}"
+        )
+    if quantized := config.get("quantization_config"):
+        raise ModelError(
+            f"model.path: {directory} is quantized ({json.dumps(quantized)[:100]}); what is trained, and what samplers are "
+            "given, are plain weights: name the model that it was made of"
         )
     kind = MODEL_CLASSES[model_type]
     try:
@@ -150,17 +181,34 @@ def load(params: ModelParams, directory: Path) -> Policy:
         processor = load_processor(directory, model_type)
     except (OSError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(
-            f"model.path: {directory} cannot be loaded: {' '.join(str(error).split())[:300]}"
+            f"model.path: {directory} cannot be loaded: {' '.join(str(error).split())[:300]}{_pointers(directory)}"
         ) from None
     except WeightsError as error:
         raise ModelError(
             f"model.path: tensors of {directory} do not fit its config: {error}"
         ) from None
+    except Exception as error:  # values of config.json that the library takes for granted
+        raise ModelError(
+            f"model.path: {directory} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:300]}); are "
+            "its config.json and tokenizer.json as they were published?"
+        ) from error
     return wrap(model, processor)
 
 
-def _model_type(config_file: Path) -> str:
-    """What config.json says that the model is; "" if it says nothing."""
+def _pointers(directory: Path) -> str:
+    """What to do about files of Git LFS that were not fetched; "" if all were."""
+    start = b"version https://git-lfs"
+    found = [
+        path.name
+        for path in sorted(directory.iterdir())
+        if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(start)
+    ]
+    return (
+        f"; {', '.join(found)} are pointers of Git LFS: run `git lfs pull` there" if found else ""
+    )
+
+
+def _read_config(config_file: Path) -> dict[str, object]:
     try:
         config = json.loads(config_file.read_text())
     except ValueError as error:
@@ -169,7 +217,7 @@ def _model_type(config_file: Path) -> str:
         raise ModelError(
             f"model.path: {config_file} must hold an object, got {type(config).__name__}"
         )
-    return str(cast("dict[str, object]", config).get("model_type", ""))
+    return cast("dict[str, object]", config)
 
 
 def _check_tensors(kind: type[PreTrainedModel], directory: Path) -> None:

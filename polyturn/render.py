@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import jinja2
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from polyturn.model import Policy
@@ -54,6 +55,11 @@ class Renderer:
         self.image_processor = policy.processor.image_processor
         self._tokenizer = policy.processor.tokenizer
         self._template = getattr(policy.processor, "chat_template", None)
+        if not (self._template or self._tokenizer.chat_template):
+            raise TemplateError(
+                "model.path: the directory has no chat template (base models have none); put one there as "
+                "chat_template.jinja, such as that of the Instruct model"
+            )
         size = cast("Mapping[str, int]", policy.processor.image_processor.size)
         self._min_pixels = int(size["shortest_edge"])
         self._max_pixels = int(size["longest_edge"])
@@ -192,13 +198,16 @@ class Renderer:
         continues: bool = True,
     ) -> str:
         apply = cast("Callable[..., str]", self._tokenizer.apply_chat_template)
-        return apply(
-            list(chat),
-            tools=list(tools) or None,
-            chat_template=self._template,
-            add_generation_prompt=continues,
-            tokenize=False,
-        )
+        try:
+            return apply(
+                list(chat),
+                tools=list(tools) or None,
+                chat_template=self._template,
+                add_generation_prompt=continues,
+                tokenize=False,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise TemplateError(f"the chat template cannot render this: {error}") from error
 
 
 def _chat(message: Message) -> Mapping[str, object]:

@@ -341,6 +341,79 @@ def test_what_is_no_policy_is_refused_with_its_key(
     assert str(raised.value).startswith("model.path: ")
 
 
+_LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n"
+
+
+def _text(**changes: object) -> Callable[[Path], None]:
+    return lambda d: edit_config(d, lambda c: c["text_config"].update(changes))
+
+
+def _top(**changes: object) -> Callable[[Path], None]:
+    return lambda d: edit_config(d, lambda c: c.update(changes))
+
+
+def _images(**changes: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "processor_config.json"
+        config = json.loads(path.read_text())
+        config["image_processor"] |= changes
+        path.write_text(json.dumps(config))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_top(quantization_config={"quant_method": "fp8"}), 'is quantized .*"fp8"'),  # huggingface/trl#3399
+        (_top(quantization_config={"quant_method": "gptq", "bits": 4}), "plain weights"),
+        (_top(image_token_id=5), "image_token_id 5, there"),
+        (_images(patch_size=14), "patch_size 8, there 14"),  # THUDM/slime#1227
+        (_images(merge_size=4), "merge_size 2, there 4"),
+        (_images(temporal_patch_size=1), "temporal_patch_size 2, there 1"),
+        (lambda d: (d / "model.safetensors").write_text(_LFS), "model.safetensors are pointers of Git LFS"),  # OmniParser#34
+        (lambda d: (d / "tokenizer.json").write_text(_LFS), "tokenizer.json are pointers of Git LFS"),
+        (_text(hidden_size="64"), "cannot be loaded .*hidden_size"),
+        (_text(hidden_size=-1), "cannot be loaded"),
+        (_text(num_attention_heads=0), "cannot be loaded .*ZeroDivisionError"),
+        (_text(hidden_act="nope"), "cannot be loaded .*KeyError: 'nope'"),
+        (_text(rope_parameters={"rope_type": "nope"}), "cannot be loaded .*KeyError: 'nope'"),
+        (_text(pad_token_id=10**9), "cannot be loaded .*AssertionError"),
+        (_top(text_config="x"), "cannot be loaded .*text_config"),
+        (_top(dtype="float7"), "cannot be loaded|loaded"),
+        (lambda d: (d / "tokenizer.json").write_text("{}"), "cannot be loaded"),
+        (lambda d: (d / "tokenizer.json").write_text("[]"), "cannot be loaded"),
+        (lambda d: (d / "tokenizer_config.json").write_text("[]"), "cannot be loaded"),
+        (lambda d: (d / "processor_config.json").write_text("[]"), "cannot be loaded"),
+        (lambda d: (d / "generation_config.json").write_text("[]"), "cannot be loaded"),
+        (lambda d: (d / hf_weights.INDEX).write_text('{"weight_map": {"a": 5}}'), f"{hf_weights.INDEX} cannot be read"),
+        (lambda d: [(d / f"tokenizer{n}.json").unlink() for n in ("", "_config")], "the tokenizer lacks"),
+    ],
+)  # fmt: skip
+def test_a_directory_whose_files_do_not_belong_together_is_one_line(
+    policy: Policy, tmp_path: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    model.save(policy, tmp_path / "saved")
+    (tmp_path / "saved" / hf_weights.MANIFEST).unlink()
+    spoil(tmp_path / "saved")
+    with pytest.raises(ModelError, match=message) as raised:
+        model.load(ModelParams(), tmp_path / "saved")
+    assert str(raised.value).startswith("model.path: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_without_a_padding_token_pads_with_the_end_token(
+    policy: Policy, tmp_path: Path
+) -> None:
+    model.save(policy, tmp_path / "saved")
+    path = tmp_path / "saved" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["pad_token"] = None
+    path.write_text(json.dumps(config))
+    family = model.load(ModelParams(), tmp_path / "saved").family
+    assert family.padding_id == family.end_of_turn_id
+
+
 def test_half_a_weights_file_is_refused(policy: Policy, tmp_path: Path) -> None:
     model.save(policy, tmp_path / "saved")
     path = tmp_path / "saved" / "model.safetensors"

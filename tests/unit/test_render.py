@@ -208,3 +208,20 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing(policy: Policy, renderer: Re
 
 def test_encoding_is_kept(renderer: Renderer) -> None:
     assert renderer.encode("kept once") is renderer.encode("kept once")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("", "no chat template .base models have none"),  # unslothai/unsloth#2096
+        ("{% if %}", "cannot render this: Expected an expression"),
+        ("{{ raise_exception('roles must alternate') }}", "cannot render this: roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "cannot render this"),
+        ("{{ messages[0]['content']['text'].x }}", "cannot render this"),
+    ],
+)  # fmt: skip
+def test_a_chat_template_that_cannot_be_used_is_named(
+    policy: Policy, template: str, message: str
+) -> None:
+    with pytest.raises(TemplateError, match=message):
+        with_template(policy, template)
