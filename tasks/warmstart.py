@@ -14,6 +14,7 @@ from polyturn.progress import Progress
 from polyturn.render import Renderer
 from polyturn.runtime import set_up_torch, training_device
 from polyturn.seeds import derive
+from polyturn.tracking.series import gathered
 from polyturn.types import Problem
 from polyturn.warmstart import ExampleSource, StepReport, warm_start
 from tasks.context import StageContext, run_stage
@@ -30,23 +31,26 @@ def body(ctx: StageContext) -> None:
     train = [problem for problem in problems if problem.split == "train"]
     phases = ctx.params.warmstart.phases
     num_steps = 0
-    with Progress(
-        sum(phase.max_steps + phase.decay_steps for phase in phases), "warm start"
-    ) as progress:
+    with (
+        Progress(
+            sum(phase.max_steps + phase.decay_steps for phase in phases), "warm start"
+        ) as progress,
+        gathered(ctx.run) as log_metrics,
+    ):
 
         def on_step(report: StepReport) -> None:
             nonlocal num_steps
             answers = {
                 f"warmstart/answer_nats/{kind}": nats for kind, nats in report.answer_nats.items()
             }
-            ctx.run.log_metrics(
+            log_metrics(
                 {
                     "warmstart/loss": report.loss,
                     "warmstart/grad_norm": report.grad_norm,
                     "warmstart/lr": report.lr,
                     **answers,
                 },
-                step=num_steps,
+                num_steps,
             )
             num_steps += 1
             progress.update(1, phase=report.phase, loss=report.loss, **report.answer_nats)

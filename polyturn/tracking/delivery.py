@@ -121,9 +121,22 @@ def _params(store: Store, run_id: str, record: Record) -> None:
 
 
 def _metrics(store: Store, run_id: str, record: Record) -> None:
+    _log_metrics(store, run_id, _points(record))
+
+
+def _series(store: Store, run_id: str, record: Record) -> None:
+    """Metrics of several steps."""
+    steps = cast("Sequence[Record]", record["steps"])
+    _log_metrics(store, run_id, [point for step in steps for point in _points(step)])
+
+
+def _points(record: Record) -> list[Metric]:
     items = cast("Mapping[str, float]", record["items"])
     at_ms, step = cast("int", record["at_ms"]), cast("int", record["step"])
-    metrics = [Metric(key, value, at_ms, step) for key, value in items.items()]
+    return [Metric(key, value, at_ms, step) for key, value in items.items()]
+
+
+def _log_metrics(store: Store, run_id: str, metrics: Sequence[Metric]) -> None:
     for start in range(0, len(metrics), _METRICS_PER_CALL):
         store.client.log_batch(run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
 
@@ -167,6 +180,7 @@ def _pairs(record: Record) -> Sequence[tuple[str, str]]:
 _KINDS: Mapping[str, Callable[[Store, str, Record], None]] = {
     "params": _params,
     "metrics": _metrics,
+    "series": _series,
     "tags": _tags,
     "dataset": _dataset,
     "artifact": _artifact,

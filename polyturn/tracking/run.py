@@ -88,13 +88,23 @@ class Run:
         `at_ms` is when the step was finished (Unix time; None: now). MLflow keeps one point of a name for equal
         step, time and value, so that a step sent twice stands in the history once.
         """
+        self.post(self.record_of(metrics, step, at_ms=at_ms))
+
+    def record_of(
+        self,
+        metrics: Mapping[str, float | None],
+        step: int | None = None,
+        *,
+        at_ms: int | None = None,
+    ) -> Record:
+        """What `log_metrics` posts."""
         now = int(time.time() * 1000) if at_ms is None else at_ms
         shown = {
             _name(key): float(value)
             for key, value in metrics.items()
             if value is not None and not math.isnan(value)
         }
-        self.post({"kind": "metrics", "items": shown, "at_ms": now, "step": step or 0})
+        return {"kind": "metrics", "items": shown, "at_ms": now, "step": step or 0}
 
     def log_artifact(self, path: Path, directory: str | None = None) -> None:
         """Store a file, or a directory with what is in it, below the run's artifact `directory`."""

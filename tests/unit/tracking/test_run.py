@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from polyturn.params import Params, TrackingParams
 from polyturn.tracking import TrackingError, open_run
 from polyturn.tracking.orphans import close_orphans
 from polyturn.tracking.run import attach_run, flatten
+from polyturn.tracking.series import gathered
 from tests.unit.tracking.stored import stored_runs
 
 TRACKING = TrackingParams()
@@ -45,6 +48,23 @@ def test_params_metrics_tags_datasets_and_artifacts_are_stored(project: Path):
     names = {file.path for file in client.list_artifacts(run.run_id)}
     assert names == {"curve.csv", "notes", "environment"}
     assert Path(run.artifact_uri.removeprefix("file://"), "curve.csv").read_text() == "step\n1\n"
+
+
+def test_steps_that_are_sent_together_stand_in_the_history_with_their_own_times(project: Path):
+    """Also those before an error, and NaN is no point."""
+    with open_run(TRACKING, root=project, name="warmstart") as run:
+        history = partial(run.store.client.get_metric_history, run.run_id, "loss")
+        with pytest.raises(KeyError), gathered(run) as log:
+            for step in range(23):
+                log({"loss": 1 / (step + 1), "gate": math.nan}, step)
+                assert len(history()) == (20 if step >= 19 else 0)
+            raise KeyError
+    points = history()
+    assert [(m.step, m.value) for m in points] == [(n, 1 / (n + 1)) for n in range(23)]
+    assert points[0].timestamp <= points[19].timestamp <= points[22].timestamp
+    latest = run.store.client.get_run(run.run_id).data.metrics
+    assert latest["loss"] == 1 / 23
+    assert "gate" not in latest
 
 
 def test_a_step_sent_again_with_its_first_time_is_one_point(project: Path):
@@ -136,6 +156,7 @@ def test_the_run_ends_as_its_block_does(project: Path, error: BaseException, sta
 
 SCRIPT = """
 import signal, sys, time
+from functools import partial
 from pathlib import Path
 from polyturn.params import TrackingParams
 from polyturn.tracking import open_run
