@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
 Tree = dict[str, object]
 
-# Of libyaml, where PyYAML was built with it: the same values ten times as fast, and stages read long files.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MERGE = "tag:yaml.org,2002:merge"  # what << is read as
+if TYPE_CHECKING:
+    from yaml import SafeLoader as _Loader
+else:
+    # Of libyaml, where PyYAML was built with it: the same values ten times as fast, and stages read long files.
+    _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _NoDuplicates(_Loader):
+    """Refuses a mapping that has a key twice, of which YAML libraries keep the last or, as DVC's, refuse it too."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Called for every mapping of a document."""
+        known: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            if (key.tag, key.value) in known:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key.value!r} is there twice", key.start_mark
+                )
+            known.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
 
 
 class ParamsError(ValueError):
@@ -24,7 +45,7 @@ def parse_yaml(text: str) -> object:
     Raises:
         yaml.YAMLError: it is none.
     """
-    return yaml.load(text, _LOADER)
+    return yaml.load(text, _Loader)
 
 
 def read_tree(path: Path) -> Tree:
@@ -34,7 +55,7 @@ def read_tree(path: Path) -> Tree:
         ParamsError: the file is missing, is no YAML, or holds no mapping.
     """
     try:
-        tree = parse_yaml(path.read_text())
+        tree = yaml.load(path.read_text(), _NoDuplicates)
     except FileNotFoundError:
         raise ParamsError(
             f"{path} does not exist; run from the checkout or name another file"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from polyturn import checkpoint
 from polyturn.candidates import Candidates
@@ -52,7 +52,7 @@ def start(
     Rank 0 looks, and all ranks take what it found (collective).
 
     Raises:
-        CheckpointError: the checkpoint is further than the `num_steps` that the run is to have.
+        CheckpointError: the checkpoint is further than the `num_steps` that the run is to have, or of another version.
     """
     world = checkpoints.world
     with world.together():
@@ -61,7 +61,15 @@ def start(
     if found is None:
         return RunState()
     path, content = found
-    state = RunState.model_validate(content)
+    try:
+        state = RunState.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise checkpoint.CheckpointError(
+            f"{path} is a checkpoint of another version of polyturn ({key}: {first['msg']}); go on with that version, or "
+            "set train.resume to never to start anew"
+        ) from None
     if state.step > num_steps:
         raise checkpoint.CheckpointError(
             f"train.steps is {num_steps}, but the run that would go on from {path} is at step {state.step}; set "

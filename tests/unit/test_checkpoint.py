@@ -311,6 +311,25 @@ def test_a_run_further_than_its_number_of_steps_is_refused_before_its_weights_ar
     assert loaded == []
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"step": 1, "seen": 3}, "seen: Extra inputs are not permitted"),
+        ({"step": "soon"}, "step: Input should be a valid integer"),
+        ([], "Input should be a valid dictionary"),
+    ],
+)
+def test_a_state_of_another_version_is_one_line(
+    tmp_path: Path, state: dict[str, int], said: str
+) -> None:
+    checkpoint.begin(tmp_path, 1)
+    checkpoint.commit(tmp_path, 1, state)
+    with pytest.raises(checkpoint.CheckpointError, match="another version of polyturn") as raised:
+        start(tmp_path, lambda path: None, num_steps=2)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
 def test_without_a_checkpoint_a_run_starts_at_step_0(tmp_path: Path) -> None:
     loaded: list[Path] = []
     assert start(tmp_path, loaded.append, num_steps=2) == RunState()

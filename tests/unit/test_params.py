@@ -64,6 +64,31 @@ def test_a_file_that_holds_no_params_is_named(tmp_path: Path, text: str, message
         params.load(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nseed: 2\n", "key 'seed' is there twice .*line 2"),
+        ("learner: {lr: 1.0e-5}\nseed: 1\nlearner: {schedule: linear}\n", "key 'learner' is there twice .*line 3"),
+        ("learner:\n  lr: 1.0e-5\n  lr: 1.0e-6\n", "key 'lr' is there twice .*line 3"),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path, text: str, message: str) -> None:
+    """snowflakedb/ArcticTraining#85, kedro-org/kedro#825: the first section was dropped without a word."""
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    with pytest.raises(ParamsError, match=message):
+        params.load(path)
+
+
+def test_yaml_anchors_and_merge_keys_are_no_duplicates(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(
+        "learner: &one {lr: 1.0e-5}\ntrain: {<<: {steps: 3}, <<: {eval_every: 2}, steps: 4}\n"
+    )
+    loaded = params.load(path)
+    assert (loaded.train.steps, loaded.train.eval_every, loaded.learner.lr) == (4, 2, 1e-5)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ParamsError, match="does not exist"):
         params.load(tmp_path / "params.yaml")

@@ -239,6 +239,8 @@ SCORED = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "turns_mea
         (layout.STATE / "timings.jsonl", {"stage": "train", "seconds": None}, ""),
         (layout.CURVE, "step,reward_mean\n0,high\n", "train_curve.csv is left out"),
         (layout.CURVE, "", ""),
+        (layout.CURVE, "step,reward_mean,eval_accuracy\n0,nan,0.5\n1,inf,\n", ""),
+        (layout.CURVE, "step,reward_mean\n0,0.5\n1\n2,0.5,3,4\n", ""),
         (layout.POLICY / "config.json", [], ""),
     ],
 )  # fmt: skip
