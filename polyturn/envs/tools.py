@@ -5,6 +5,7 @@ Rules, each pinned by a test:
 - complete JSON counts although the closing tag is cut off; incomplete JSON is an error;
 - a backslash that starts a LaTeX command, or no JSON escape, is kept as written (`\frac` stays `\frac`);
 - raw newlines and tabs in strings, trailing commas, a code fence and text after the object are accepted;
+- objects that follow each other between one pair of tags are a call each;
 - bare quotes inside a string are an error, never a guess; JSON without tags is no call.
 """
 
@@ -20,6 +21,7 @@ from polyturn.types import Json
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(r"<think>|</think>|<tool_call>")
 _START = re.compile(r"\s*(?:```(?:json)?\s*)?")
+_NEXT = re.compile(r'[\s,]*(?=\{\s*"(?:name|function|type)")')
 _EXAMPLE = '<tool_call>{"name": "NAME", "arguments": {"KEY": "VALUE"}}</tool_call>'
 
 
@@ -68,8 +70,8 @@ def read_reply(text: str) -> Reply:
     while tag := _TAG.search(text, position):
         kept.append(text[position : tag.start()])
         if tag.group() == _OPEN:
-            call, position = _read_call(text, tag.end())
-            calls.append(call)
+            found, position = _read_block(text, tag.end())
+            calls += found
         elif tag.group() == "</think>":
             calls, kept, position = [], [], tag.end()
         else:
@@ -81,16 +83,19 @@ def read_reply(text: str) -> Reply:
     return Reply(tuple(calls), "".join(kept))
 
 
-def _read_call(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
-    """The call whose payload starts at `start`, and the position after it."""
-    payload = _START.match(text, start)
-    begin = payload.end() if payload else start
-    try:
-        value, end = read_object(text, begin)
-        call = _as_call(value)
-    except MalformedJsonError as error:
-        return ToolCallError(str(error)), _end_of_block(text, start)
-    return call, _end_of_block(text, end)
+def _read_block(text: str, start: int) -> tuple[list[ToolCall | ToolCallError], int]:
+    """The calls whose payload starts at `start`, nearly always one, and the position after their block."""
+    calls: list[ToolCall | ToolCallError] = []
+    end, begins = start, _START.match(text, start)
+    while begins:
+        try:
+            value, end = read_object(text, begins.end())
+        except MalformedJsonError as error:
+            calls.append(ToolCallError(str(error)))
+            break
+        calls.append(_as_call(value))
+        begins = _NEXT.match(text, end)
+    return calls, _end_of_block(text, end)
 
 
 def _end_of_block(text: str, position: int) -> int:

@@ -161,6 +161,19 @@ def test_several_calls_are_all_returned_in_order() -> None:  # TOOL-17
     assert read_reply(text).text == "First  then  done."
 
 
+@pytest.mark.parametrize("between", ["", "\n", ",\n", "  \n\n"])
+def test_objects_after_each_other_in_one_block_are_a_call_each(between: str) -> None:  # TOOL-17
+    """NousResearch/hermes-agent#6841: all but the first were dropped without a word."""
+    one, two = '{"name": "a", "arguments": {}}', '{"name": "b", "arguments": {"x": 1}}'
+    reply = read_reply(f"Both: {wrap(one + between + two)} done")
+    assert reply.calls == (ToolCall("a", {}), ToolCall("b", {"x": 1}))
+    assert reply.text == "Both:  done"
+    first, second = parse_tool_calls(wrap(one + between + two[:-3]))
+    assert first == ToolCall("a", {})
+    assert isinstance(second, ToolCallError)
+    assert only_call(wrap(one + between + "{so far}")) == ToolCall("a", {})
+
+
 def test_a_call_after_an_unclosed_one_is_found() -> None:
     calls = parse_tool_calls(
         '<tool_call>{"name": oops <tool_call>{"name": "f", "arguments": {}}</tool_call>'
