@@ -7,7 +7,6 @@ An environment is a plain object with `step(response_text) -> (observation, done
 
 from __future__ import annotations
 
-import base64
 import inspect
 import io
 import json
@@ -18,15 +17,19 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
+import numpy as np
 from PIL import Image
 
+from polyturn.data.embedded import embed
 from polyturn.data.normalise import to_rgb
+from polyturn.data.urls import decode_data_uri
 from polyturn.types import ImageRecord, Json, Message, Problem, Role
 
 if TYPE_CHECKING:
     from polyturn.params import EnvParams
 
 ToolSchema = Mapping[str, Json]
+_IMAGE_KEYS = ("image", "images")
 _DATA_URI = re.compile(r"data:image(?:/[\w.+-]+)?;base64,")
 
 
@@ -211,11 +214,22 @@ def _from_mapping(shown: Mapping[str, object]) -> Message:
     role = str(shown.get("role") or "user")
     if role not in ("user", "tool"):
         raise ValueError(f"an observation's role must be 'user' or 'tool', got {role!r}")
+    media = _as_mapping(shown.get("multi_modal_data"))
+    if unknown := [key for key in media if key not in _IMAGE_KEYS and _is_given(media[key])]:
+        raise ValueError(
+            f"the keys of an observation's multi_modal_data must be of {_IMAGE_KEYS}, got {unknown}"
+        )
+    given = [
+        held[key] for held in (media, shown) for key in _IMAGE_KEYS if _is_given(held.get(key))
+    ]
+    pictures = tuple(image_record(picture) for images in given for picture in _as_list(images))
     if "content" in shown:
-        return Message(role, tuple(_part(part) for part in _as_list(shown["content"])))
-    images = _as_mapping(shown.get("multi_modal_data")).get("image") or ()
-    pictures = tuple(image_record(picture) for picture in _as_list(images))
+        return Message(role, (*pictures, *(_part(part) for part in _as_list(shown["content"]))))
     return Message(role, (*pictures, str(shown.get("obs_str", ""))))
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and not (isinstance(value, list | tuple) and not value)
 
 
 def _as_mapping(value: object) -> Mapping[str, object]:
@@ -223,7 +237,7 @@ def _as_mapping(value: object) -> Mapping[str, object]:
 
 
 def _as_list(content: object) -> Sequence[object]:
-    if isinstance(content, Sequence) and not isinstance(content, str):
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes | bytearray):
         return cast("Sequence[object]", content)
     return [content]
 
@@ -234,6 +248,9 @@ def _part(part: object) -> str | ImageRecord:
     typed = _as_mapping(part)
     if typed.get("type") == "image":
         return image_record(typed.get("image"))
+    if typed.get("type") == "image_url":
+        url = typed.get("image_url")
+        return image_record(_as_mapping(url).get("url", url))
     if isinstance(typed.get("text"), str):
         return str(typed["text"])
     raise ValueError(f"a part of a message must be text or an image, got {str(part)[:80]}")
@@ -242,21 +259,23 @@ def _part(part: object) -> str | ImageRecord:
 def image_record(picture: object) -> ImageRecord:
     """A record of a picture that an environment made; on white, RGB, lossless PNG.
 
-    Understood are ImageRecord, PIL image, the bytes of an image file and a data URI in base64. 16-bit and float
-    pixels are scaled by their range, as those of the data set are.
+    Understood are ImageRecord, PIL image, array, the bytes of an image file and a data URI in base64. 16-bit and
+    float pixels are scaled by their range, as those of the data set are.
 
     Raises:
         ValueError: it is none of these, or its pixels are not finite.
     """
     if isinstance(picture, ImageRecord):
         return picture
-    if isinstance(picture, str) and (found := _DATA_URI.match(picture)):
-        picture = base64.b64decode(picture[found.end() :], validate=False)
+    if isinstance(picture, str) and _DATA_URI.match(picture):
+        picture = decode_data_uri(picture)
+    if isinstance(picture, np.ndarray):
+        picture = embed(cast("object", picture), "observation").data
     if isinstance(picture, bytes):
         picture = _opened(picture)
     if not isinstance(picture, Image.Image):
         raise ValueError(
-            "a picture must be an ImageRecord, a PIL image, bytes or a data URI, got "
+            "a picture must be an ImageRecord, a PIL image, an array, bytes or a data URI, got "
             f"{type(picture).__name__}"
         )
     buffer = io.BytesIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import sys
 import types
@@ -173,6 +174,38 @@ def test_every_documented_observation_becomes_a_message(
         assert isinstance(message.content[0], ImageRecord), "pictures come first"
 
 
+def _file() -> bytes:
+    buffer = io.BytesIO()
+    picture().save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+_URI = f"data:image/png;base64,{base64.b64encode(_file()).decode()}"
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {"multi_modal_data": {"images": [picture()]}},
+        {"multi_modal_data": {"image": picture(), "video": []}},
+        {"multi_modal_data": {"image": _file()}},
+        {"multi_modal_data": {"image": np.asarray(picture())}},
+        {"image": picture()},
+        {"images": [picture()], "multi_modal_data": None},
+        {"content": "seen", "images": [picture()]},
+        {"content": [{"type": "image_url", "image_url": {"url": _URI}}, "seen"]},
+        {"content": [{"type": "image_url", "image_url": _URI.rstrip("=")}, "seen"]},
+        {"content": [{"type": "image", "image": np.asarray(picture())}, "seen"]},
+    ],
+)
+def test_a_picture_is_shown_wherever_an_environment_puts_it(shown: dict[str, object]) -> None:
+    """Gym environments give arrays and lists of `images` (mll-lab-nu/VAGEN#70); some were left out without a word."""
+    message = observation_message(types.SimpleNamespace(), {"obs_str": "seen", **shown})  # type: ignore[arg-type]
+    (image,) = message.images
+    assert image.sha256 == image_record(picture()).sha256
+    assert message.text == "seen"
+
+
 @pytest.mark.parametrize(
     "observation",
     [
@@ -183,6 +216,8 @@ def test_every_documented_observation_becomes_a_message(
         {"content": [{"type": "video"}]},
         {"content": [None]},
         {"obs_str": "x", "multi_modal_data": {"image": ["http://figures.example/a.png"]}},
+        {"obs_str": "x", "multi_modal_data": {"<image>": [picture()]}},  # mll-lab-nu/VAGEN#70
+        {"obs_str": "x", "multi_modal_data": {"video": np.zeros((2, 4, 4, 3))}},
     ],
 )
 def test_other_observations_are_refused_with_a_reason(observation: object) -> None:
