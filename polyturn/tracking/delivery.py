@@ -14,6 +14,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 from mlflow.exceptions import MlflowException
 from requests import RequestException
 
+from polyturn.interrupts import held_back
 from polyturn.tracking.outbox import PATH, AwayError, Record
 from polyturn.tracking.store import Store, TrackingError, first_line
 from polyturn.types import Json
@@ -110,7 +111,10 @@ def deliver(store: Store, run_id: str, record: Record) -> None:
     Raises:
         AwayTrackingError, RefusedTrackingError.
     """
-    with speaking(store):
+    # A write to SQLite that an exception cuts in two leaves the database locked, also for the end of the run. A server
+    # looks after its own, and may take longer to answer than somebody waits who ends this process.
+    is_file = store.addresses.database is not None
+    with speaking(store), held_back() if is_file else contextlib.nullcontext():
         _KINDS[str(record["kind"])](store, run_id, record)
 
 

@@ -155,6 +155,35 @@ def test_the_run_ends_as_its_block_does(project: Path, error: BaseException, sta
         assert "error.class" not in run.data.tags
 
 
+def test_a_signal_waits_until_what_is_being_written_is_written(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else SQLite stays locked, and the run open."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, end)
+    written: list[str] = []
+    try:
+        with suppress(SystemExit), open_run(TRACKING, root=project, name="train") as run:
+            log_batch = run.store.client.log_batch
+
+            def cut(*arguments: object, **named: object) -> None:
+                signal.raise_signal(signal.SIGTERM)
+                log_batch(*arguments, **named)
+                written.append("whole")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(run.store.client, "log_batch", cut)
+                run.log_metrics({"loss": 1.0}, 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert written == ["whole"]
+    stored = run.store.client.get_run(run.run_id)
+    assert (stored.info.status, stored.data.metrics["loss"]) == ("KILLED", 1.0)
+
+
 SCRIPT = """
 import signal, sys, time
 from functools import partial
