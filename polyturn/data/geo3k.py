@@ -22,6 +22,24 @@ SPLIT_NAMES = {
     "validation": ("validation", "val", "valid", "dev"),
     "test": ("test", "testmini"),
 }
+_OTHER_FORMATS = frozenset(
+    [
+        ".csv",
+        ".tsv",
+        ".arrow",
+        ".feather",
+        ".xlsx",
+        ".zip",
+        ".gz",
+        ".bz2",
+        ".xz",
+        ".zst",
+        ".tar",
+        ".tgz",
+        ".pkl",
+        ".pickle",
+    ]
+)
 _BATCH_ROWS = 256
 _HUB_TIMEOUT_S = 20
 
@@ -190,13 +208,17 @@ def split_of_name(file_name: str) -> str | None:
 
 
 def read_rows(path: Path) -> Iterator[Mapping[str, object] | LineError]:
-    """Stream the rows of one .jsonl or .parquet file.
+    """Stream the rows of one .jsonl or .parquet file, or read those of a .json list.
 
     Raises:
         ParamsError: the file cannot be read at all.
     """
+    if path.suffix in _OTHER_FORMATS:
+        raise ParamsError(
+            f"data.path: {path} is a {path.suffix} file; .jsonl, .json (one list) and .parquet are read, so convert it"
+        )
     if path.suffix != ".parquet":
-        yield from _read_lines(path)
+        yield from _read_array(path) if _is_array(path) else _read_lines(path)
         return
     try:
         with pq.ParquetFile(path) as file:
@@ -208,6 +230,27 @@ def read_rows(path: Path) -> Iterator[Mapping[str, object] | LineError]:
         NotImplementedError,
     ) as error:  # Arrow has classes of its own of each
         raise ParamsError(f"data.path: {path} is not a readable Parquet file: {error}") from None
+
+
+def _is_array(path: Path) -> bool:
+    """Whether the file is one JSON list, as many data sets are published, and not an object per line."""
+    with path.open("rb") as file:
+        return file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _read_array(path: Path) -> Iterator[Mapping[str, object] | LineError]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ParamsError(
+            f"data.path: {path} begins as a list and is not valid JSON: {error}; make it an object per line to have "
+            "bad rows set aside"
+        ) from None
+    for number, row in enumerate(cast("list[object]", rows), start=1):
+        if isinstance(row, dict):
+            yield cast("dict[str, object]", row)
+        else:
+            yield LineError(path.name, number, f"it holds {type(row).__name__}, not an object")
 
 
 def _read_lines(path: Path) -> Iterator[Mapping[str, object] | LineError]:

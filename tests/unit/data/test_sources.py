@@ -153,6 +153,37 @@ def test_rows_of_a_split_of_another_name_are_set_aside_not_trained_on(tmp_path: 
     assert "split 'hidden' is none of train, training, validation, val" in aside.detail
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("start", ["", "\ufeff", "\n  "])
+def test_a_file_that_is_one_json_list_gives_its_rows(
+    tmp_path: Path, indent: int | None, start: str
+) -> None:
+    """open-mmlab/StyleShot#18: every line of such a file was set aside."""
+    root = tmp_path / "set"
+    rows: list[object] = [*_dataset(_made(root).parent), "no row"]
+    (root / "rows.json").write_text(start + json.dumps(rows, indent=indent))
+    report = _write(tmp_path / "raw", source="geo3k", path=str(root / "rows.json"), **ALL)
+    assert report.kept == {"train": 2, "validation": 1, "test": 2}
+    assert [(row.id, row.reason) for row in report.set_aside] == [("rows.json:6", "bad_json")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv", b"problem,answer\n", r"is a \.csv file; \.jsonl, \.json"),
+        ("rows.jsonl.gz", b"\x1f\x8b", r"is a \.gz file"),
+        ("rows.json", b'[{"problem": ', "begins as a list and is not valid JSON"),
+        ("rows.json", b"[" * 100_000, "begins as a list and is not valid JSON"),
+    ],
+)
+def test_a_file_of_another_format_is_one_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ParamsError, match=message):
+        _write(tmp_path / "raw", source="geo3k", path=str(tmp_path / name), **ALL)
+
+
 def test_a_directory_gives_relative_paths_that_lie_in_pictures(tmp_path: Path) -> None:
     root = tmp_path / "set"
     _jsonl(root.joinpath("problems.jsonl") if root.exists() else _made(root), _dataset(root))
