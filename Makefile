@@ -13,6 +13,8 @@ SET ?=
 PORT ?= 4200
 # Processes that `make test` runs tests in; 0: in pytest's own.
 TEST_PROCESSES ?= 2
+# Where tests put their files: in memory, if there is room, as a database waits for the disk at every write.
+TEST_TMP ?= $(shell df -k --output=avail,target /dev/shm 2>/dev/null | awk '$$2 == "/dev/shm" && $$1 > 8000000 {print $$2}')
 # Directory of Geometry3K for geo3k-smoke.
 DATA ?=
 
@@ -20,6 +22,9 @@ BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.ready
 FLOW := $(BIN)/python -m flows.pipeline
 FLOW_ARGS = $(if $(RECIPE)$(SET),--worktree) $(if $(RECIPE),--recipe $(RECIPE)) $(foreach pair,$(SET),--set '$(pair)')
+# Whole files go to a process, so that what a file sets up is set up once.
+PYTEST = PYTEST_DEBUG_TEMPROOT=$(TEST_TMP) $(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile \
+  --no-loadscope-reorder -o tmp_path_retention_count=1
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
@@ -41,10 +46,10 @@ demo: $(READY) ## the whole pipeline on this machine (RECIPE=tiny: about a minut
 	@$(FLOW) $(FLOW_ARGS)
 
 test: $(READY) ## unit, contract and end-to-end tests
-	@$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist worksteal
+	@$(PYTEST) -o tmp_path_retention_policy=failed
 
 test-e2e: $(READY) ## a team's services and runs for real: Postgres, S3, MLflow, Prefect, two workers (15 minutes)
-	@$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile tests/e2e_team
+	@$(PYTEST) tests/e2e_team
 
 test-ray: $(READY) ## images.engine: ray, with Ray in an environment of its own (.polyturn/ray)
 	@$(BIN)/python scripts/test_ray.py

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import yaml
 
@@ -63,6 +67,7 @@ class ToyProject:
         project = cls(path)
         project._write_stages(bodies)
         (path / "data.txt").write_text("data\n")
+        (path / "mlflow.db").write_bytes(_empty_database())
         subprocess.run(["git", "init", "-q", "-b", "main"], cwd=path, check=True)
         project.commit()
         return project
@@ -121,16 +126,24 @@ class ToyProject:
 
     def runs(self) -> dict[str, list[str]]:
         """MLflow statuses by run name, in order of start."""
-        code = (
-            "import json; from mlflow import MlflowClient; c = MlflowClient('sqlite:///mlflow.db');"
-            "rs = c.search_runs([e.experiment_id for e in c.search_experiments()]);"
-            "print(json.dumps([[r.info.run_name, r.info.status, bool(r.info.end_time)] for r in rs[::-1]]))"
-        )
-        output = subprocess.check_output([sys.executable, "-c", code], cwd=self.path, text=True)
+        query = "SELECT name, status, end_time FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time"
         found: dict[str, list[str]] = {}
-        for name, status, ended in json.loads(output.splitlines()[-1]):
-            found.setdefault(name, []).append(status if ended else f"{status} (open)")
+        # Not through MLflow's client: it takes seconds to load, and keeps a database open that a test may move.
+        with closing(sqlite3.connect(self.path / "mlflow.db", timeout=30)) as database:
+            for name, status, ended in database.execute(query):
+                found.setdefault(name, []).append(status if ended else f"{status} (open)")
         return found
+
+
+@cache
+def _empty_database() -> bytes:
+    """MLflow's tables without a run: to make them takes as long as a whole toy stage."""
+    code = "import sys; from mlflow import MlflowClient; MlflowClient(sys.argv[1]).search_experiments()"
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "mlflow.db"
+        command = [sys.executable, "-c", code, f"sqlite:///{path}"]
+        subprocess.run(command, check=True, capture_output=True)
+        return path.read_bytes()
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
