@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import jinja2
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from polyturn.model import Policy
 from polyturn.processor import END_OF_TURN
@@ -63,6 +65,7 @@ class Renderer:
         size = cast("Mapping[str, int]", policy.processor.image_processor.size)
         self._min_pixels = int(size["shortest_edge"])
         self._max_pixels = int(size["longest_edge"])
+        self._control = _control_tokens(self._tokenizer)
         shown = self._text(_BEFORE, continues=False)
         if _REPLY + END_OF_TURN not in shown:
             raise TemplateError(
@@ -73,7 +76,14 @@ class Renderer:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()
     ) -> Rendered:
-        """The prompt of a problem up to and including the assistant header."""
+        """The prompt of a problem up to and including the assistant header.
+
+        Raises:
+            TemplateError: the template refuses it, or a text spells a control token, which would end or begin a message.
+        """
+        for message in messages:
+            if found := self._control.search(message.text):
+                raise TemplateError(f"a text of the prompt spells the control token {found[0]}")
         images = tuple(image for message in messages for image in message.images)
         text = self._text([_chat(message) for message in messages], tools=tools)
         return self._rendered(text, images)
@@ -82,12 +92,13 @@ class Renderer:
         """What follows a reply's end token: the newline, the message and the next assistant header.
 
         What the template does to the turns before (some drop their thoughts) does not matter: they are never
-        rendered again.
+        rendered again. An environment may repeat what the policy wrote: control tokens that its text spells are
+        broken up by a space, so that they are text.
 
         Raises:
             TemplateError: the template drops the reply before the observation.
         """
-        text = self._text([*_BEFORE, _chat(message)])
+        text = self._text([*_BEFORE, self._shown(message)])
         _, found, after = text.partition(_REPLY + END_OF_TURN)
         if not found:
             raise TemplateError("the chat template drops a reply when a message is added")
@@ -98,7 +109,12 @@ class Renderer:
     ) -> Rendered:
         """A whole conversation rendered at once; only for comparing with what was put together turn by turn."""
         images = tuple(image for message in messages for image in message.images)
-        text = self._text([_chat(m) for m in messages], tools=tools, continues=False)
+        asked = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
+        chat = [
+            _chat(m) if i < asked or m.role == "assistant" else self._shown(m)
+            for i, m in enumerate(messages)
+        ]
+        text = self._text(chat, tools=tools, continues=False)
         return self._rendered(text, images)
 
     def canonical(
@@ -122,8 +138,8 @@ class Renderer:
             marked.append({"role": "assistant", "content": mark})
             said.append({"role": "assistant", "content": reply})
             if observation is not None:
-                marked.append(_chat(observation))
-                said.append(_chat(observation))
+                marked.append(self._shown(observation))
+                said.append(self._shown(observation))
                 text = self._text(marked, tools=tools)
                 _, found, after = text.partition(mark + END_OF_TURN)
                 if not found:
@@ -172,6 +188,15 @@ class Renderer:
         )
         return height // multiple, width // multiple
 
+    def _shown(self, message: Message) -> Mapping[str, object]:
+        content = tuple(
+            self._control.sub(lambda found: f"< {found[0][1:]}", part)
+            if isinstance(part, str)
+            else part
+            for part in message.content
+        )
+        return _chat(replace(message, content=content))
+
     def _rendered(self, text: str, images: tuple[ImageRecord, ...]) -> Rendered:
         engine_ids = self.encode(text)
         pad = self.family.image_token_id
@@ -208,6 +233,13 @@ class Renderer:
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateError(f"the chat template cannot render this: {error}") from error
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Tokens such as <|im_end|> and <|image_pad|>, which only the chat template may write."""
+    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
+    found = sorted({token.content for token in added if token.content.startswith("<|")})
+    return re.compile("|".join(map(re.escape, found)) or r"(?!)")
 
 
 def _chat(message: Message) -> Mapping[str, object]:

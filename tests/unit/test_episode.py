@@ -275,7 +275,7 @@ def test_last_turn_is_stepped_and_its_observation_neither_kept_nor_rendered(
     assert [turn.observation is None for turn in trajectory.turns] == [False, True]
     assert trajectory.token_ids[-1] == renderer.family.end_of_turn_id
     assert "two" not in renderer.decode(trajectory.token_ids.tolist())
-    unrenderable = Scenes("one", "<|image_pad|>")
+    unrenderable = Scenes("one", Message("tool", (tiny.picture(3200, 10),)))
     trajectory, _ = run(
         renderer, unrenderable, tiny.saying("a", "b"), limits=replace_limits(max_turns=2)
     )
@@ -384,7 +384,7 @@ class Step:
         (lambda _: "ok", r"step\(\) must return \(observation, done, info\), got str"),
         (lambda _: ("ok", False), "got tuple"),
         (lambda _: (3, False, {}), "observation must be text, a Message or a mapping, got int"),
-        (lambda _: ("<|image_pad|>", False, {}), "0 pictures, but 1 image pads"),
+        (lambda _: (Message("tool", (tiny.picture(3200, 10),)), False, {}), "aspect ratio must be"),
         (
             lambda _: ("ok", False, {"x": object()}),
             r"info of step\(\) must be JSON: Object of type",
