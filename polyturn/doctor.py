@@ -37,10 +37,14 @@ _COLOURS = {"ok": _GREEN, "failed": _RED, "allowed": _YELLOW, "skipped": ""}
 
 @dataclass(frozen=True)
 class StartReport:
-    """What is not green at the start of training, as a table; allowed lines are healthy."""
+    """What is not green at the start of training, as a table; allowed lines are healthy.
+
+    `may_pass`: all that is red may end by itself.
+    """
 
     text: str
     is_healthy: bool
+    may_pass: bool
 
 
 def at_start(root: Path) -> StartReport:
@@ -51,7 +55,8 @@ def at_start(root: Path) -> StartReport:
     """
     allowed = params.load(root / layout.PARAMS).doctor.allow
     findings = [found for found in examine(root, AT_START) if found.outcome == "failed"]
-    return StartReport(told(findings, allowed), is_healthy(findings, allowed))
+    may_pass = all(found.may_pass for found in findings if found.check not in allowed)
+    return StartReport(told(findings, allowed), is_healthy(findings, allowed), may_pass)
 
 
 def examine(root: Path, checks: Mapping[str, Check] = CHECKS) -> list[Finding]:

@@ -23,6 +23,10 @@ class PreflightError(ValueError):
     """A check is red and doctor.allow does not name it; the message is the red lines, each with its fix."""
 
 
+class NoAnswerError(ConnectionError):
+    """All that is red are servers that do not answer now: worth a retry."""
+
+
 class _Doctor(Protocol):
     def at_start(self, root: Path) -> StartReport: ...
 
@@ -33,11 +37,11 @@ def check() -> None:
     Raises:
         ParamsError: see `polyturn.doctor.examine`.
         PreflightError: something is red.
+        NoAnswerError: only servers are.
     """
     report = cast("_Doctor", import_module(_DOCTOR)).at_start(Path.cwd())
     if not report.is_healthy:
-        raise PreflightError(
-            f"preflight:\n{report.text}\nmend it, or name the check in doctor.allow"
-        )
+        error = NoAnswerError if report.may_pass else PreflightError
+        raise error(f"preflight:\n{report.text}\nmend it, or name the check in doctor.allow")
     for line in report.text.splitlines():  # those that doctor.allow names
         logger.warning("preflight: %s", line)

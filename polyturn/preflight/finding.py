@@ -14,12 +14,16 @@ Outcome = Literal["ok", "skipped", "failed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, in one line; `fix` says what to do where it failed."""
+    """What a check found, in one line; `fix` says what to do where it failed.
+
+    `may_pass`: the failure may end by itself, as that of a server which does not answer now.
+    """
 
     check: str
     outcome: Outcome
     detail: str
     fix: str = ""
+    may_pass: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from polyturn.objects import ChangedError, Objects
+from polyturn.objects import ChangedError, Objects, UnreachableError
 from polyturn.params import Params
 from polyturn.preflight.finding import Finding, Site
 
@@ -25,10 +25,11 @@ def buckets(site: Site) -> Finding:
     for key, address in addresses.items():
         try:
             problem = _try_bucket(address, site.params)
+            may_pass = False
         except (ValueError, OSError) as error:
-            problem = str(error)
+            problem, may_pass = str(error), isinstance(error, UnreachableError)
         if problem:
-            return Finding("s3", "failed", f"{key} {problem}", "set the keys, the endpoint or the bucket's rights; without S3 empty the key")  # fmt: skip
+            return Finding("s3", "failed", f"{key} {problem}", "set the keys, the endpoint or the bucket's rights; without S3 empty the key", may_pass)  # fmt: skip
     return Finding("s3", "ok", f"put, get and delete in {', '.join(addresses.values())}")
 
 
@@ -113,7 +114,7 @@ def prefect(site: Site) -> Finding:
             auth=(auth[0], auth[2]) if auth[1] else None,
         )
     except httpx.HTTPError as error:
-        return Finding("prefect", "failed", f"{PREFECT_URL} {url} does not answer ({error})", "start the server, or unset the variable")  # fmt: skip
+        return Finding("prefect", "failed", f"{PREFECT_URL} {url} does not answer ({error})", "start the server, or unset the variable", may_pass=True)  # fmt: skip
     if answer.status_code != httpx.codes.OK:
         return Finding("prefect", "failed", f"{PREFECT_URL} {url} answers {answer.status_code}", f"check the address (it ends in /api) and {_PREFECT_AUTH}")  # fmt: skip
     return Finding("prefect", "ok", f"{url}, version {answer.text.strip().strip(chr(34))}")

@@ -435,7 +435,7 @@ def test_a_bucket_that_cannot_be_reached_is_one_line(project: ToyProject) -> Non
     )
     started = time.monotonic()
     result = project.run(*TRAIN, **s3.CREDENTIALS)
-    assert result.returncode == 2
+    assert result.returncode == 1, "it may be back at the next try"
     assert "127.0.0.1:9 cannot be reached" in result.stdout
     assert "doctor.allow" in result.stdout
     assert "Traceback" not in result.stdout

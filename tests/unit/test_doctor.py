@@ -21,7 +21,7 @@ from polyturn.preflight.machine import Gpu
 from polyturn.preflight.versions import CPU, GPU, KnownGood
 from polyturn.report import data
 from polyturn.small_model import CHAT_TEMPLATE
-from tasks import preflight
+from tasks import failure, preflight
 from tests import s3
 
 
@@ -528,6 +528,21 @@ def test_training_does_not_start_under_a_red_line(
     caplog.clear()
     preflight.check()
     assert caplog.text == ""
+
+
+def test_a_server_that_does_not_answer_is_worth_a_retry_and_what_is_wrong_here_is_not(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    with pytest.raises(preflight.PreflightError) as both:
+        preflight.check()
+    assert failure.explain(both.value).exit_code == failure.USER_ERROR, "the label stays wrong"
+    problems(checkout, "3")
+    with pytest.raises(preflight.NoAnswerError) as away:
+        preflight.check()
+    outcome = failure.explain(away.value)
+    assert outcome.exit_code == failure.FAILURE
+    assert "PREFECT_API_URL http://127.0.0.1:9/api does not answer" in outcome.message
 
 
 def test_a_preflight_that_cannot_run_is_told(checkout: Path) -> None:
