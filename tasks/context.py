@@ -23,6 +23,7 @@ from tqdm import tqdm
 from polyturn import family, layout, lease, params, processes, tracking
 from polyturn.checkout import main_checkout
 from polyturn.data.files import atomic_path
+from polyturn.interrupts import held_back
 from polyturn.params import Params
 from polyturn.supported import check_supported
 from polyturn.tracking import lineage
@@ -189,7 +190,19 @@ def signals_end_it() -> Iterator[None]:
         signal.signal(signal.SIGTERM, old)
 
 
-class _ConsoleHandler(logging.Handler):
+class _WholeLines(logging.Handler):
+    """Holds signals back while it writes: one that raised after its lock is taken would leave it locked for ever."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        with held_back():
+            return super().handle(record)
+
+
+class _FileHandler(_WholeLines, logging.FileHandler):
+    """Writes a line to a file."""
+
+
+class _ConsoleHandler(_WholeLines):
     """Writes a line to stderr without tearing a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -205,7 +218,7 @@ def log_to(path: Path, *, console: int = logging.INFO) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     shown = _ConsoleHandler(console)
     shown.setFormatter(logging.Formatter("%(message)s"))
-    file = logging.FileHandler(path, mode="w")
+    file = _FileHandler(path, mode="w")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[shown, file], force=True)
     for package in ("polyturn", "tasks", "plugins"):

@@ -158,6 +158,30 @@ def test_sigterm_ends_the_stage_with_143_and_its_run_as_killed(toy: Toy) -> None
     assert project.runs() == {"slow": ["KILLED"]}
 
 
+def test_a_signal_in_the_middle_of_a_log_line_blocks_no_other_thread(toy: Toy) -> None:
+    body = """
+    import logging, threading
+    logger = logging.getLogger("tasks.cut")
+    handler = logging.getLogger().handlers[0]
+    take = handler.acquire
+    def take_and_cut():
+        handler.acquire = take
+        take()
+        signal.raise_signal(signal.SIGTERM)
+    handler.acquire = take_and_cut
+    try:
+        logger.warning("cut")
+    finally:
+        other = threading.Thread(target=logger.warning, args=["free"], daemon=True)
+        other.start()
+        other.join(10)
+    """
+    project = toy(cut=body)
+    result = project.stage("cut")
+    assert result.returncode == 143, result.stdout
+    assert result.stdout.splitlines()[:2] == ["cut", "free"]
+
+
 def test_a_second_start_beside_a_living_one_names_it(toy: Toy) -> None:
     project = toy(slow=SLOW)
     first = project.start(sys.executable, "-m", "tasks.slow")
