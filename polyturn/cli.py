@@ -199,6 +199,7 @@ def _play(chosen: argparse.Namespace) -> int:
     from polyturn import play, workspace
     from polyturn.pick import pick
     from polyturn.terminal import Terminal
+    from polyturn.types import StopReason
 
     overrides = workspace.parse_pairs(chosen.pairs)
     composed = workspace.compose(Path.cwd(), recipe=chosen.recipe, overrides=overrides).params
@@ -209,7 +210,7 @@ def _play(chosen: argparse.Namespace) -> int:
     trajectory = play.play(play.Game(problem, params.env, params.rollout, params.seed), terminal)
     for line in play.outcome_lines(trajectory, play.grade(trajectory, params)):
         terminal.say(line)
-    return 0
+    return 1 if trajectory.stop_reason in (StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT) else 0
 
 
 def _evaluate(chosen: argparse.Namespace) -> int:

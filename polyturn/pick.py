@@ -13,7 +13,7 @@ from polyturn.data.normalise import normalise
 from polyturn.data.problems import split_tags
 from polyturn.data.rows import parse_row
 from polyturn.data.sources import load_source
-from polyturn.params import DataParams, ImagesParams, Params
+from polyturn.params import DataParams, ImagesParams, Params, load
 from polyturn.types import ImageRecord, Message, Problem, Role
 
 GENERATED = "generated"
@@ -22,7 +22,8 @@ GENERATED = "generated"
 def pick(name: str, params: Params, *, split: str) -> Problem:
     """A problem by its id or its number in the split; "generated" or "generated:7" draws a new one.
 
-    Where no data set is built, a number stands for a generated problem. Generated ones come from the `load`
+    Where no data set is built, or one of another source than the environment's own, a number stands for a generated
+    problem. Generated ones come from the `load`
     function of the environment's module if it has one (sokoban), else from the synthetic figures.
 
     Raises:
@@ -30,7 +31,8 @@ def pick(name: str, params: Params, *, split: str) -> Problem:
     """
     built = (directory / "problems.jsonl" for directory in (layout.PROBLEMS, layout.IMAGES))
     path = next((path for path in built if path.exists()), None)
-    if name.startswith(GENERATED) or path is None:
+    is_foreign = name.isdigit() and _has_another_source(params)
+    if name.startswith(GENERATED) or path is None or is_foreign:
         number = name.removeprefix(GENERATED).removeprefix(":") or "0"
         if number.isdigit():
             return _generated(int(number), params, split)
@@ -71,14 +73,25 @@ def _generated(index: int, params: Params, split: str) -> Problem:
 def _source(params: Params, split: str, count: int) -> DataParams:
     """The section `data` for a source that can draw `count` problems of the split."""
     changes: dict[str, object] = {f"num_{split}": count}
-    module = params.env.build.partition(":")[0]
     configured = params.data.source
-    if callable(getattr(import_module(module), "load", None)):
+    if module := _own_source(params):
         if configured.partition(":")[0] != module:
             changes |= {"source": f"{module}:load", "params": {}, "path": None}
     elif configured != "synthetic":
         changes |= {"source": "synthetic", "params": {}, "path": None}
     return params.data.model_copy(update=changes)
+
+
+def _own_source(params: Params) -> str | None:
+    """The environment's module, if that brings problems of its own."""
+    module = params.env.build.partition(":")[0]
+    return module if callable(getattr(import_module(module), "load", None)) else None
+
+
+def _has_another_source(params: Params) -> bool:
+    """Whether the checkout's problems are of another kind than those that the environment brings along."""
+    own = _own_source(params)
+    return own is not None and load(layout.PARAMS).data.source.partition(":")[0] != own
 
 
 def _role(name: str) -> Role:

@@ -104,6 +104,9 @@ async def _play(game: Game, screen: Screen) -> Trajectory:
     except TimeoutError:
         reason = StopReason.ENV_TIMEOUT
         error = f"no answer within env.step_timeout_s {game.env.step_timeout_s:g}"
+    except FileNotFoundError as failure:
+        reason = StopReason.ENV_ERROR
+        error = f"{failure.filename} is missing; `dvc checkout` brings outputs back, `dvc repro` makes them anew"
     except Exception as failure:  # a bad environment ends the game, not the program
         reason, error = StopReason.ENV_ERROR, f"{type(failure).__name__}: {failure}"
     finally:

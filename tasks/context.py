@@ -62,7 +62,14 @@ def run_stage(name: str, body: Body) -> NoReturn:
     Exit codes: 0; 2 for what the user has to mend (not worth a retry); 1 for any other failure;
     143 or 130 when ended by SIGTERM or SIGINT. The outcome also goes to `status_file(name)`.
     """
-    log_to(layout.STATE / "logs" / f"{name}.log")
+    try:
+        log_to(layout.STATE / "logs" / f"{name}.log")
+    except OSError as error:
+        told = failure.explain(error).message
+        sys.stderr.write(
+            f"error: stage {name}: {told}; stages write below {Path.cwd() / layout.STATE}: run them as its owner\n"
+        )
+        raise SystemExit(failure.USER_ERROR) from None
     mark = family.join()
     outcome = failure.Outcome(0, "")
     try:

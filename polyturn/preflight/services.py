@@ -132,6 +132,8 @@ def champion(site: Site) -> Finding:
         missing = stored.check_champion(site.root, site.params)
     except tracking.TrackingError as error:
         return Finding("champion", "failed", str(error), "start the server, or mend tracking.uri")
+    if missing is None:
+        return Finding("champion", "skipped", f"no model {site.params.registry.name} is registered")
     if missing:
         return Finding("champion", "failed", "; ".join(missing), "`dvc pull`, restore the store, or register another version")  # fmt: skip
     return Finding("champion", "ok", f"what {site.params.registry.name} names is in its stores")

@@ -19,7 +19,7 @@ from polyturn import compare
 from polyturn.compare import Comparison, OtherSetError, Scored
 from polyturn.login import user
 from polyturn.tracking import comparisons, versions
-from polyturn.tracking.store import Store, TrackingError
+from polyturn.tracking.store import Store, TrackingError, first_line
 from polyturn.tracking.versions import Entry, VersionError
 
 if TYPE_CHECKING:
@@ -173,6 +173,12 @@ def speaking(store: Store, name: str) -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            known = ", ".join(versions.registered_models(store)) or "none"
+            raise TrackingError(
+                f"registry.name {name!r} is not in the registry at {store.addresses.uri!r}, or a version that was asked "
+                f"for is not ({first_line(error)}); models there: {known}"
+            ) from None
         raise TrackingError(
             f"registry.name {name!r}: {promoter()} at {store.addresses.uri!r} was refused or got no answer "
             f"({(str(error).splitlines() or [''])[0][:300]})"

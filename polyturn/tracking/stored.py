@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 ALIASES = ("champion", "challenger")
 
 
-def check_champion(root: Path, params: Params) -> list[str]:
-    """What is missing of champion and challenger of registry.name, in words; [] if nothing is (or there is none).
+def check_champion(root: Path, params: Params) -> list[str] | None:
+    """What is missing of champion and challenger of registry.name, in words; [] if nothing is, None without that model.
 
     Weights are looked for in MLflow or, where they are DVC's, in the cache of the checkout and in its remote; so is
     the data in the dvc.lock of the run that registered them. A teammate's `dvc gc` keeps neither.
@@ -44,7 +44,7 @@ def check_champion(root: Path, params: Params) -> list[str]:
             aliases = store.client.get_registered_model(name).aliases
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return []
+                return None
             raise
         found: list[str] = []
         for alias in ALIASES:

@@ -73,10 +73,20 @@ def find_version(store: Store, name: str, model: str) -> ModelVersion:
         # Through an alias the version comes without its aliases.
         return store.client.get_model_version(registered, str(found.version))
     except MlflowException as error:
+        known = ", ".join(registered_models(store)) or "none"
         raise VersionError(
             f"{name!r} is no version, alias or run at {store.addresses.uri!r} (model {registered!r}: "
-            f"{str(error).splitlines()[0][:200]}); write v3, champion, MODEL@ALIAS, MODEL/3 or a run id"
+            f"{str(error).splitlines()[0][:200]}); write v3, champion, MODEL@ALIAS, MODEL/3 or a run id; models there: "
+            f"{known}"
         ) from None
+
+
+def registered_models(store: Store) -> list[str]:
+    """Names of the registry's models, sorted; [] where it does not answer."""
+    try:
+        return sorted(str(model.name) for model in store.client.search_registered_models())
+    except MlflowException:
+        return []
 
 
 def of_version(version: ModelVersion) -> Entry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -89,6 +90,18 @@ def test_wrong_params_stop_a_stage_with_the_key_named(
     assert result.returncode == 2
     assert f"error: stage good: params.yaml: {key}" in result.stdout
     assert not (project.path / "artifacts").exists()
+
+
+def test_a_stage_that_may_not_write_is_one_line(toy: Toy) -> None:
+    project = toy(good="pass")
+    state = project.path / ".polyturn"
+    shutil.rmtree(state, ignore_errors=True)
+    state.write_text("a file where stages want a directory")
+    result = project.stage("good")
+    assert result.returncode == 2
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("error: stage good: ")
+    assert line.endswith("run them as its owner")
 
 
 def test_too_little_free_disk_stops_a_stage_before_it_starts(toy: Toy) -> None:

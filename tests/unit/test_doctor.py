@@ -14,13 +14,14 @@ import pytest
 
 from polyturn import cli, doctor, layout
 from polyturn.objects import Objects
-from polyturn.params import ParamsError, parse
+from polyturn.params import ParamsError, TrackingParams, parse
 from polyturn.preflight import machine, model, services, versions
 from polyturn.preflight.finding import Finding, Site
 from polyturn.preflight.machine import Gpu
 from polyturn.preflight.versions import CPU, GPU, KnownGood
 from polyturn.report import data
 from polyturn.small_model import CHAT_TEMPLATE
+from polyturn.tracking import store
 from tasks import failure, preflight
 from tests import s3
 
@@ -397,6 +398,10 @@ def test_a_tracking_store_that_cannot_be_used_is_red(tmp_path: Path) -> None:
 
 def test_nothing_registered_is_nothing_lost(tmp_path: Path) -> None:
     assert services.champion(site(tmp_path)).outcome == "skipped"
+    tracking = TrackingParams()
+    store.connect(tracking, tmp_path).client.create_registered_model("another")
+    finding = services.champion(site(tmp_path))
+    assert (finding.outcome, "no model polyturn-geo3k" in finding.detail) == ("skipped", True)
 
 
 # -- data and model -------------------------------------------------------------------------------------------

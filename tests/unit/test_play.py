@@ -164,6 +164,8 @@ def test_problems_of_the_built_data_set_go_by_id_or_number(checkout: Path) -> No
     assert pick("b", PARAMS, split="train").answer == "b"
     assert pick("1", PARAMS, split="train").id == "c"
     assert pick("generated", PARAMS, split="train").id == "train/000000"
+    # those of the checkout have no levels: sokoban draws its own
+    assert pick("1", with_env(PARAMS, "sokoban"), split="train").metadata["level"]
     with pytest.raises(ValueError, match="has no such id; its first is a"):
         pick("z", PARAMS, split="train")
     with pytest.raises(ValueError, match=r"split test of .* has 1 problems"):
@@ -187,6 +189,18 @@ def test_the_command_plays_without_a_model(
     assert "reward 0 (correctness 0)" in shown
     with Image.open(checkout / "runs/play/train_000003/0.png") as picture:
         assert picture.size == (256, 256)
+
+
+def test_a_game_whose_picture_is_gone_says_how_it_comes_back_and_fails(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = {"sha256": "0" * 64, "width": 64, "height": 64}
+    row = {"id": "a", "split": "train", "problem": "<image>Find x.", "answer": "1"}
+    write_jsonl(layout.PROBLEMS / "problems.jsonl", [{**row, "images": [image], "metadata": {}}])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(CALL + "\n"))
+    assert cli.main(["play", "--env", "zoom"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{'0' * 64}.png is missing; `dvc checkout` brings outputs back" in shown
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def test_every_name_of_a_policy_leads_to_it(project: Path, capsys: pytest.Captur
         ("v9", "'v9' is no version, alias or run"),
         ("best", "'best' is no version, alias or run"),
         ("other/1", "(model 'other'"),
+        ("other/1", "models there: tiny policy"),
         ("0" * 32, "has no run 0000"),
         ("v1", "'champion' and 'v1' are one policy"),
         ("v4", "tiny policy v1 was scored on evaluation set set 1, tiny policy v4 on set 2"),
