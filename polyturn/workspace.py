@@ -141,6 +141,20 @@ def _update(document: MutableMapping[str, object], changes: Mapping[str, object]
             document[key] = value
 
 
+def require_committed(root: Path) -> None:
+    """Make sure that a worktree of the current commit holds all that `root` does.
+
+    Raises:
+        WorkspaceError: `root` has uncommitted edits, which would silently not be part of the run.
+    """
+    if edits := uncommitted(root):
+        shown = ", ".join(edits[:5]) + (f" and {len(edits) - 5} more" if len(edits) > 5 else "")
+        raise WorkspaceError(
+            f"a run in a worktree of its own starts from a commit, and {shown} is not committed; "
+            "commit or stash it, or run here with `make demo`"
+        )
+
+
 def create(
     root: Path, name: str, changes: Mapping[str, object], *, revision: str | None = None
 ) -> Path:
@@ -150,15 +164,10 @@ def create(
     `root` (see `polyturn.bootstrap`).
 
     Raises:
-        WorkspaceError: `root` has uncommitted edits (they would silently not be part of the run) and no revision is
-            named, the revision is unknown, or git fails.
+        WorkspaceError: no revision is named and `root` has uncommitted edits, the revision is unknown, or git fails.
     """
-    if revision is None and (edits := uncommitted(root)):
-        shown = ", ".join(edits[:5]) + (f" and {len(edits) - 5} more" if len(edits) > 5 else "")
-        raise WorkspaceError(
-            f"a run in a worktree of its own starts from a commit, and {shown} is not committed; "
-            "commit or stash it, or run here with `make demo`"
-        )
+    if revision is None:
+        require_committed(root)
     path = add_worktree(root, name, revision or "HEAD")
     write_params(path, changes)
     bootstrap(path)
