@@ -48,11 +48,8 @@ def check_url(url: str, allow_hosts: Sequence[str]) -> None:
     Raises:
         RowError: blocked_scheme, blocked_address.
     """
+    check_scheme(url)
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https"):
-        raise RowError(
-            "blocked_scheme", f"{parts.scheme or 'no scheme'}: only http and https are followed"
-        )
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
     if is_allowed(host, port, allow_hosts):
@@ -67,6 +64,20 @@ def check_url(url: str, allow_hosts: Sequence[str]) -> None:
             return
     if not is_public(address):
         raise blocked(host)
+
+
+def check_scheme(url: str) -> None:
+    """Refuse a URL by its scheme alone, so that one without a host (file:///...) is told apart from a malformed one.
+
+    Raises:
+        RowError: blocked_scheme.
+        ValueError: it is no URL.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme not in ("http", "https"):
+        raise RowError(
+            "blocked_scheme", f"{scheme or 'no scheme'}: only http and https are followed"
+        )
 
 
 def is_allowed(host: str, port: int, allow_hosts: Sequence[str]) -> bool:

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import aiohttp
 from yarl import URL
 
-from polyturn.data.addresses import GuardedResolver, check_url
+from polyturn.data.addresses import GuardedResolver, check_scheme, check_url
 from polyturn.data.normalise import check_raster
 from polyturn.data.quarantine import RowError
 from polyturn.data.urls import public_url, quote_url
@@ -136,8 +136,12 @@ class Fetcher:
             if isinstance(answer, bytes):
                 return answer, url
             try:
-                url = quote_url(urljoin(url, answer))
-            except ValueError:
+                target = urljoin(url, answer)
+                check_scheme(target)
+                url = quote_url(target)
+            except ValueError as error:
+                if isinstance(error, RowError) and error.reason == "blocked_scheme":
+                    raise
                 raise RowError(
                     "bad_url", f"{urlsplit(url).hostname} redirects to {printable(answer)}"
                 ) from None
