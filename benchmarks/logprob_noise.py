@@ -38,7 +38,10 @@ def measure(size: Size, device: torch.device, num_samples: int) -> dict[str, flo
     policy = rounded_policy(size, device)
     samples = make_samples(size, Renderer(policy))[:num_samples]
     exact = by_learner(policy, samples, precision="float32")
-    policy.model.to(torch.bfloat16)
+    for parameter in (
+        policy.model.parameters()
+    ):  # buffers stay: rotary frequencies are float32 wherever a model is loaded
+        parameter.data = parameter.data.to(torch.bfloat16)
     plain = by_hugging_face(policy, samples)
     del policy
     found = {"hf": plain, "learner": by_learner(rounded_policy(size, device), samples)}
@@ -111,7 +114,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=2)
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     size = Size(shapes.TINY, 1, 24, 64) if chosen.quick else Size(shapes.QWEN3_VL_2B, 1, 256, 224)
     if chosen.layers:
         size = replace(size, shape=replace(size.shape, layers=chosen.layers))

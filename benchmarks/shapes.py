@@ -103,7 +103,9 @@ def policy(shape: Shape, *, device: torch.device, dtype: torch.dtype, seed: int 
     pictures = SmallModelParams(
         patch_size=PATCH, image_pixels=PIXELS, image_mean=0.5, image_std=0.5
     )
-    return model.wrap(network.to(dtype), small_model.build_processor(pictures, own))
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)  # not buffers: rotary frequencies stay float32
+    return model.wrap(network, small_model.build_processor(pictures, own))
 
 
 @dataclass(frozen=True)

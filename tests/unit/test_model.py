@@ -51,6 +51,22 @@ def test_a_saved_policy_loads_to_equal_tensors_and_facts(
     assert loaded.model.lm_head.weight is loaded.model.model.language_model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("name", ["policy", "policy_2_5"])
+def test_rotary_frequencies_are_exact_in_bfloat16(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Engines keep them in float32: rounded ones turn late tokens elsewhere, and sampler and learner come apart."""
+    policy: Policy = request.getfixturevalue(name)
+    model.save(policy, tmp_path / "saved")
+    loaded = model.load(ModelParams(dtype="bfloat16"), tmp_path / "saved")
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+    exact = dict(policy.model.named_buffers())
+    found = {n: b for n, b in loaded.model.named_buffers() if "inv_freq" in n}
+    assert found
+    for buffer, values in found.items():
+        torch.testing.assert_close(values, exact[buffer], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["tied", "untied", "2.5"])
 def test_the_digest_of_what_was_saved_is_that_of_what_is_loaded(
