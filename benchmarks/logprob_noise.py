@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=2)
     chosen = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     size = Size(shapes.TINY, 1, 24, 64) if chosen.quick else Size(shapes.QWEN3_VL_2B, 1, 256, 224)
     if chosen.layers:
         size = replace(size, shape=replace(size.shape, layers=chosen.layers))
