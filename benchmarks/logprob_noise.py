@@ -38,10 +38,7 @@ def measure(size: Size, device: torch.device, num_samples: int) -> dict[str, flo
     policy = rounded_policy(size, device)
     samples = make_samples(size, Renderer(policy))[:num_samples]
     exact = by_learner(policy, samples, precision="float32")
-    for parameter in (
-        policy.model.parameters()
-    ):  # buffers stay: rotary frequencies are float32 wherever a model is loaded
-        parameter.data = parameter.data.to(torch.bfloat16)
+    shapes.cast_parameters(policy.model, torch.bfloat16)
     plain = by_hugging_face(policy, samples)
     del policy
     found = {"hf": plain, "learner": by_learner(rounded_policy(size, device), samples)}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
@@ -44,6 +45,12 @@ TINY = Shape(1024, 64, 128, 2, 4, 2, 16, 32, 64, 2, 2, (0,))
 def tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
     """A small byte-level BPE with Qwen's special tokens; the model's other rows are never shown."""
     return small_model.train_tokenizer(texts, 400)
+
+
+def cast_parameters(network: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters, not buffers: rotary frequencies stay float32, as wherever a model is loaded."""
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def policy(shape: Shape, *, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Policy:
@@ -103,8 +110,7 @@ def policy(shape: Shape, *, device: torch.device, dtype: torch.dtype, seed: int 
     pictures = SmallModelParams(
         patch_size=PATCH, image_pixels=PIXELS, image_mean=0.5, image_std=0.5
     )
-    for parameter in network.parameters():
-        parameter.data = parameter.data.to(dtype)  # not buffers: rotary frequencies stay float32
+    cast_parameters(network, dtype)
     return model.wrap(network, small_model.build_processor(pictures, own))
 
 

@@ -104,6 +104,19 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def lfs_pointers(directory: Path) -> str:
+    """What to do about files of Git LFS that were not fetched; "" if all were."""
+    start = b"version https://git-lfs"
+    found = [
+        path.name
+        for path in sorted(directory.iterdir())
+        if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(start)
+    ]
+    return (
+        f"; {', '.join(found)} are pointers of Git LFS: run `git lfs pull` there" if found else ""
+    )
+
+
 def in_order(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the directory's files, by name in the module, one in memory at a time; a tied head too.
 

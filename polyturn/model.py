@@ -181,7 +181,7 @@ def load(params: ModelParams, directory: Path) -> Policy:
         processor = load_processor(directory, model_type)
     except (OSError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(
-            f"model.path: {directory} cannot be loaded: {' '.join(str(error).split())[:300]}{_pointers(directory)}"
+            f"model.path: {directory} cannot be loaded: {' '.join(str(error).split())[:300]}{hf_weights.lfs_pointers(directory)}"
         ) from None
     except WeightsError as error:
         raise ModelError(
@@ -193,19 +193,6 @@ def load(params: ModelParams, directory: Path) -> Policy:
             "its config.json and tokenizer.json as they were published?"
         ) from error
     return wrap(model, processor)
-
-
-def _pointers(directory: Path) -> str:
-    """What to do about files of Git LFS that were not fetched; "" if all were."""
-    start = b"version https://git-lfs"
-    found = [
-        path.name
-        for path in sorted(directory.iterdir())
-        if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(start)
-    ]
-    return (
-        f"; {', '.join(found)} are pointers of Git LFS: run `git lfs pull` there" if found else ""
-    )
 
 
 def _read_config(config_file: Path) -> dict[str, object]:

@@ -15,7 +15,7 @@ from polyturn.data.files import publish
 from polyturn.pictures import Pictures
 from polyturn.results import ProblemResult
 from polyturn.tracking.run import Run
-from polyturn.tracking.store import Store, TrackingError
+from polyturn.tracking.store import Store, TrackingError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def fetch(store: Store, run_id: str, root: Path) -> Path:
         except (MlflowException, OSError) as error:
             raise TrackingError(
                 f"run {run_id} keeps no results by problem at {store.addresses.uri!r} "
-                f"({(str(error).splitlines() or [''])[0][:200]}); run `dvc repro register` for it again"
+                f"({first_line(error)[:200]}); run `dvc repro register` for it again"
             ) from None
         if (got / _PICTURES).exists():
             with zipfile.ZipFile(got / _PICTURES) as archive:

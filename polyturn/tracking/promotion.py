@@ -181,7 +181,7 @@ def speaking(store: Store, name: str) -> Iterator[None]:
             ) from None
         raise TrackingError(
             f"registry.name {name!r}: {promoter()} at {store.addresses.uri!r} was refused or got no answer "
-            f"({(str(error).splitlines() or [''])[0][:300]})"
+            f"({first_line(error)})"
         ) from None
 
 

@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from polyturn.compare import Scored
 from polyturn.tracking import evaluations, histories
 from polyturn.tracking.evaluations import RUN_TAG, SET_TAG, TRAINED_BY_TAG
-from polyturn.tracking.store import Store, TrackingError
+from polyturn.tracking.store import Store, TrackingError, first_line
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -76,7 +76,7 @@ def find_version(store: Store, name: str, model: str) -> ModelVersion:
         known = ", ".join(registered_models(store)) or "none"
         raise VersionError(
             f"{name!r} is no version, alias or run at {store.addresses.uri!r} (model {registered!r}: "
-            f"{str(error).splitlines()[0][:200]}); write v3, champion, MODEL@ALIAS, MODEL/3 or a run id; models there: "
+            f"{first_line(error)[:200]}); write v3, champion, MODEL@ALIAS, MODEL/3 or a run id; models there: "
             f"{known}"
         ) from None
 

@@ -15,7 +15,7 @@ from typing import cast
 
 from mlflow.exceptions import MlflowException
 
-from polyturn.tracking.store import Store, TrackingError
+from polyturn.tracking.store import Store, TrackingError, first_line
 
 DELIVERY_HEADER = "X-MLflow-Delivery-Id"
 TIME_HEADER = "X-MLflow-Timestamp"
@@ -59,7 +59,7 @@ def subscribe(store: Store, name: str, url: str, secret: str) -> str:
         )
     except MlflowException as error:
         raise TrackingError(
-            f"the server at {store.addresses.uri!r} takes no webhook to {url!r} ({str(error).splitlines()[0][:300]})"
+            f"the server at {store.addresses.uri!r} takes no webhook to {url!r} ({first_line(error)})"
         ) from None
     return str(created.webhook_id)
 

@@ -17,12 +17,13 @@ import torch
 from polyturn import model, small_model
 from polyturn.corpus import corpus
 from polyturn.learner.fsdp import FsdpLearner
-from polyturn.params import Params, SmallModelParams, parse
+from polyturn.params import Params, parse
 from polyturn.render import Renderer
 from polyturn.sampler.base import Reply, SampleRequest
 from polyturn.sampler.sglang.build import Site, sglang_sampler
 from polyturn.sampler.sglang.sampler import SglangSampler
 from polyturn.types import Message, TrainingSample
+from tests.gpu.medium_model import MEDIUM
 from tests.unit import tiny
 
 pytestmark = [
@@ -30,22 +31,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-SMALL = SmallModelParams(
-    hidden_size=512,
-    num_layers=8,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    intermediate_size=1536,
-    vision_hidden_size=256,
-    vision_num_layers=4,
-    vision_num_heads=4,
-    vision_intermediate_size=512,
-    patch_size=16,
-    deepstack_layers=(0, 1),
-    vocab_size=1024,
-    image_pixels=256 * 256,
-    init_std=0.06,
+SMALL = MEDIUM.model_copy(
+    update={"num_layers": 8, "patch_size": 16, "vocab_size": 1024, "image_pixels": 256 * 256}
 )
 NUM, LENGTH = 32, 48  # trajectories, and tokens of a turn
 
