@@ -38,11 +38,6 @@ def add(command: Command) -> None:
     doctor = command(
         "doctor", "check versions, GPU, disk, stores, servers, data and the newest model"
     )
-    doctor.add_argument(
-        "--at-start",
-        action="store_true",
-        help="only the checks that training begins with, and of these only what is not green",
-    )
     doctor.set_defaults(run=_doctor)
 
 
@@ -87,13 +82,9 @@ def _launch(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(chosen: argparse.Namespace) -> int:
+def _doctor(_: argparse.Namespace) -> int:
     from polyturn import doctor, layout, params
 
-    if chosen.at_start:
-        report = doctor.at_start(Path.cwd())
-        print(report.text, end="\n" if report.text else "")
-        return 0 if report.is_healthy else 1
     findings = doctor.examine(Path.cwd())
     allowed = params.load(layout.PARAMS).doctor.allow
     print(doctor.told(findings, allowed, with_colour=sys.stdout.isatty()))
