@@ -146,9 +146,16 @@ def _empty_database() -> bytes:
         return path.read_bytes()
 
 
-def wait_until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
-    """Poll until `condition()` holds; fail the test after `seconds`."""
+def wait_until(
+    condition: Callable[[], bool],
+    *,
+    seconds: float = 60,
+    process: subprocess.Popen[str] | None = None,
+) -> None:
+    """Poll until `condition()` holds; fail the test after `seconds`, or with what `process` printed once it has ended."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not so within {seconds:g} s"
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode}:\n{process.communicate()[0]}")
         time.sleep(0.1)

@@ -157,12 +157,12 @@ def weights(project: ToyProject) -> bytes:
 
 def test_training_killed_on_the_way_ends_at_the_same_bytes(edited: ToyProject) -> None:
     """PIPE-22."""
-    change(edited, train={"steps": 6})
+    change(edited, train={"steps": 15})  # some seconds, so that the kill comes in time
     assert edited.run(*TRAIN_AGAIN).returncode == 0
     expected = weights(edited), (edited.path / layout.CURVE).read_bytes()
     dvc = edited.start(*TRAIN_AGAIN)
     work = edited.path / ".polyturn" / "work" / "train"
-    wait_until(lambda: any(work.glob("*/checkpoints/*")), seconds=120)
+    wait_until(lambda: any(work.glob("*/checkpoints/*")), seconds=120, process=dvc)
     dvc.kill()
     dvc.communicate(timeout=60)  # ends when the stage, which holds the pipe, has ended too
     assert edited.status("train")["exit_code"] == 143

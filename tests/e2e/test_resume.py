@@ -50,8 +50,14 @@ CHANGES = {
     "rollout": {"prompts_per_step": 4, "group_size": 4, "max_turns": 3},
     "train": {"steps": 6, "eval_every": 2, "checkpoint_every": 1},
 }
-PARITY = """
+# Slow where a test waits for a checkpoint: a later one replaces it, and a step of this run takes 0.2 s.
+PAUSE = "PARITY_PAUSE_S"
+PARITY = f"""
+import os
+import time
+
 def parity(trajectory, problem):
+    time.sleep(float(os.environ.get("{PAUSE}", "0")))
     return float(int(trajectory.token_ids[trajectory.loss_mask == 1].sum()) % 2)
 """
 
@@ -149,8 +155,8 @@ def has_checkpoint(project: ToyProject, step: int) -> bool:
 
 def start_and_kill(project: ToyProject, *, after_checkpoint: int) -> None:
     """SIGKILL the whole process group once a checkpoint is complete."""
-    process = project.start(*TRAIN)
-    wait_until(lambda: has_checkpoint(project, after_checkpoint), seconds=120)
+    process = project.start(*TRAIN, **{PAUSE: "0.1"})
+    wait_until(lambda: has_checkpoint(project, after_checkpoint), seconds=120, process=process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
 
@@ -211,8 +217,8 @@ def test_two_processes_train_as_one_does_and_survive_kills(
     two = outputs(project, tmp_path / "two")
     assert_close(undisturbed, two)
     # a rank dies: its error, not a hang
-    process = project.start(*TRAIN)
-    wait_until(lambda: has_checkpoint(project, 2), seconds=120)
+    process = project.start(*TRAIN, **{PAUSE: "0.1"})
+    wait_until(lambda: has_checkpoint(project, 2), seconds=120, process=process)
     os.kill(rank_pid(project, 1), signal.SIGKILL)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 1, output
@@ -220,8 +226,8 @@ def test_two_processes_train_as_one_does_and_survive_kills(
     assert "Traceback" not in output
     assert project.runs()["train"][-1] == "FAILED"
     # the launcher dies, and so do its ranks; the next start goes on
-    process = project.start(*TRAIN)
-    wait_until(lambda: has_checkpoint(project, 4), seconds=120)
+    process = project.start(*TRAIN, **{PAUSE: "0.1"})
+    wait_until(lambda: has_checkpoint(project, 4), seconds=120, process=process)
     os.kill(process.pid, signal.SIGKILL)
     again = project.stage("train")
     assert again.returncode == 0, again.stdout
@@ -350,8 +356,8 @@ def test_a_second_worker_goes_on_from_a_bucket_where_one_died_with_its_directory
         change(project, train={"work_uri": "s3://team/work", "lease_s": 3.0}, storage=storage)
         first = tmp_path / "first"
         shutil.copytree(project.path, first, ignore=shutil.ignore_patterns(".polyturn"))
-        process = ToyProject(first).start(*TRAIN, **s3.CREDENTIALS)
-        wait_until(lambda: "snapshot_000003.json" in bucket(url), seconds=120)
+        process = ToyProject(first).start(*TRAIN, **s3.CREDENTIALS, **{PAUSE: "0.1"})
+        wait_until(lambda: "snapshot_000003.json" in bucket(url), seconds=120, process=process)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
         shutil.rmtree(first)
@@ -380,8 +386,8 @@ def test_a_worker_that_slept_while_another_took_over_ends_without_a_trace(
         change(project, train={"work_uri": "s3://team/work", "lease_s": 3.0}, storage=storage)
         sleeper = tmp_path / "sleeper"
         shutil.copytree(project.path, sleeper, ignore=shutil.ignore_patterns(".polyturn"))
-        process = ToyProject(sleeper).start(*TRAIN, **s3.CREDENTIALS)
-        wait_until(lambda: "snapshot_000001.json" in bucket(url), seconds=120)
+        process = ToyProject(sleeper).start(*TRAIN, **s3.CREDENTIALS, **{PAUSE: "0.1"})
+        wait_until(lambda: "snapshot_000001.json" in bucket(url), seconds=120, process=process)
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(0.2)
         feign_another_machine(url)
