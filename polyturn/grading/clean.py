@@ -57,7 +57,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|rm|bf|it)(?![A-Za-z])\.?",
             "",
         ),
-        (r"\\(?:[,;: >]|q?quad(?![A-Za-z])|hspace\{[^{}]*\})|(?<!\\)~", " "),
+        (r"(?<!\\)\\ |\\(?:[,;:>]|q?quad(?![A-Za-z])|hspace\{[^{}]*\})|(?<!\\)~", " "),
         (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])", ""),
         (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
         (r"\\[lr]vert(?![A-Za-z])", "|"),
@@ -78,6 +78,11 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:lt|gt)(?![A-Za-z])", ""),
         (r"\s+", " "),
     )
+)
+# What stands between the equations of `a = 3 \\ b = 4`: a new line, a wide space or a column.
+_NEXT_EQUATION = re.compile(
+    r"(?<=[\d})])\s*(?:\n|\\q?quad(?![A-Za-z])|\\\\(?:\[[^\[\]]*\])?|&)\s*"
+    r"(?=(?:m?\s*\\angle\s*)?[A-Za-z]{1,3}(?:_\{?\w+\}?)?\s*=)"
 )
 _ROUND_ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 _EDGES = " .,;:*_`\"'"
@@ -121,7 +126,7 @@ def plain(text: str) -> str:
         raise TooLongError(
             f"an answer of {len(text)} characters is not read (limit {MAX_CHARACTERS})"
         )
-    shown = text.translate(_TRANSLATION)
+    shown = _NEXT_EQUATION.sub("; ", text).translate(_TRANSLATION)
     while (replaced := _TEXT.sub(r" \1 ", shown)) != shown:
         shown = replaced
     shown = _WRAPPED_FORMULA.sub("", shown)

@@ -380,6 +380,13 @@ def test_a_label_that_cannot_be_an_answer_is_refused(label: str) -> None:
         "\\boxed{x=3;\\ y=4}",
         "\\boxed{AB = 3, BC = 4}",
         "\\boxed{x=1, x=2, x=3, x=4}",
+        "\\boxed{x=3\\\\ y=4}",
+        "\\boxed{x=3\\\\y=4}",
+        "\\boxed{x_1 = 3 \\\\[2pt] x_2 = 4}",
+        "\\boxed{x=3\\quad y=4}",
+        "\\boxed{m\\angle A = 3 \\qquad m\\angle B = 4}",
+        "\\boxed{x=3\n y=4}",
+        "\\boxed{\\begin{cases}x=3\\\\y=4\\end{cases}}",
         "x = 3, y = 4",
     ],
 )
@@ -393,6 +400,9 @@ def test_several_assignments_are_their_values():
     assert answers_match("\\boxed{x_1 = 4 \\text{ and } x_2 = 3}", "3 and 4")
     assert not answers_match("\\boxed{n=2, 3, 4}", "n=1, 2, 3")
     assert answers_match("\\boxed{x = 1,250}", "1250"), "the comma of a thousand separates nothing"
+    assert answers_match("\\boxed{x = 4 \\\\ y = 3}", "4, 3")
+    assert answers_match("\\boxed{12\\ cm}", "12"), "nor a space"
+    assert answers_match("\\boxed{\\\\frac{1}{2}}", "1/2"), "nor a doubled backslash"
     assert answers_match("\\boxed{f(3, 4) = 7}", "7"), "nor does one in brackets"
 
 
