@@ -190,10 +190,8 @@ def test_a_call_after_an_unclosed_one_is_found() -> None:
         '{"function":"calc_score"}',
         '{"name":5,"arguments":{}}',
         '{"name":"","arguments":{}}',
-        '{"name":"f"}',
         '{"name":"f","arguments":"5"}',
         '{"name":"f","arguments":"{} {}"}',
-        '{"name":"f","arguments":null}',
         '["f"]',
         "f(5)",
         "",
@@ -214,6 +212,14 @@ def test_a_number_stays_a_number() -> None:  # TOOL-19
     assert only_call(wrap('{"name":"calc_score","arguments":{"answer":5}}')).arguments == {
         "answer": 5
     }
+
+
+@pytest.mark.parametrize(
+    "rest", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": {}']
+)
+def test_a_call_of_a_function_without_arguments(rest: str) -> None:
+    """slime reads `call.get("arguments") or {}`; whoever needs an argument says which one is missing."""
+    assert only_call(wrap(f'{{"name": "f"{rest}}}')) == ToolCall("f", {})
 
 
 def test_the_openai_shape_with_function_is_read() -> None:
