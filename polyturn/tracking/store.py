@@ -22,7 +22,7 @@ from requests import Response
 from sqlalchemy.exc import SQLAlchemyError
 
 from polyturn import layout
-from polyturn.checkout import main_checkout
+from polyturn.checkout import from_home, main_checkout
 from polyturn.params import TrackingParams
 from polyturn.tracking import relocate, s3
 
@@ -81,7 +81,7 @@ def resolve(tracking: TrackingParams, root: Path) -> Addresses:
     location = os.environ.get(ARTIFACTS_VARIABLE) or tracking.artifact_location
     base = main_checkout(root)
     if uri.startswith(_SQLITE):
-        database = base / uri.removeprefix(_SQLITE)
+        database = base / from_home(uri.removeprefix(_SQLITE))
         uri = f"{_SQLITE}{database}"
         location = location or (database.parent / "mlartifacts").as_uri()
     elif urlsplit(uri).scheme not in ("http", "https"):
@@ -89,7 +89,7 @@ def resolve(tracking: TrackingParams, root: Path) -> Addresses:
             f"tracking.uri must be sqlite:///PATH or http(s)://HOST:PORT, got {uri!r}"
         )
     if location and not urlsplit(location).scheme:
-        location = (base / location).as_uri()
+        location = (base / from_home(location)).as_uri()
     return Addresses(uri.rstrip("/"), location)
 
 

@@ -59,6 +59,15 @@ def test_addresses_of_the_environment_go_first(tmp_path: Path, monkeypatch: pyte
     assert addresses.artifacts == "s3://bucket/x"
 
 
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in every other path of params.yaml; else a directory of that name is made in the checkout."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    params = TrackingParams(uri="sqlite:///~/all/mlflow.db", artifact_location="~/artifacts")
+    addresses = resolve(params, tmp_path / "checkout")
+    assert addresses.database == tmp_path / "home" / "all" / "mlflow.db"
+    assert addresses.artifacts == (tmp_path / "home" / "artifacts").as_uri()
+
+
 def test_an_absolute_sqlite_path_and_a_relative_artifact_path_are_understood(tmp_path: Path):
     params = TrackingParams(uri=f"sqlite:///{tmp_path}/a/b.db", artifact_location="store")
     addresses = resolve(params, tmp_path)
