@@ -16,10 +16,15 @@ def run(root: Path) -> tuple[Path, Path]:
     """Write runs/card.html and runs/card.md.
 
     Raises:
-        ValueError: params.yaml is wrong, or the store does not answer.
+        ValueError: params.yaml is wrong, nothing ran here, or the store does not answer.
     """
-    store = connect(params.load(root / layout.PARAMS).tracking, root)
-    return write(root, store)
+    chosen = params.load(root / layout.PARAMS)
+    if not any((root / path).exists() for path in (layout.TRAIN_RUN, layout.METRICS)):
+        raise ValueError(
+            f"card: {root} has neither {layout.TRAIN_RUN} nor {layout.METRICS}, so nothing ran here; `dvc repro` first, or "
+            f"go to the run's worktree below {layout.STATE / 'worktrees'}"
+        )
+    return write(root, connect(chosen.tracking, root))
 
 
 def write(root: Path, store: Store) -> tuple[Path, Path]:

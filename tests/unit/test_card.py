@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyturn import layout
+from polyturn import card_cli, layout
 from polyturn.params import Params
 from polyturn.report.card import TrainingRun, build_card, markdown, write_card
 from polyturn.report.data import read_run
@@ -114,3 +114,10 @@ def test_both_forms_are_written_and_say_the_same_numbers(directory: Path):
         assert number in page
         assert number in said
     assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_checkout_where_nothing_ran_has_no_card(tmp_path: Path):
+    (tmp_path / layout.PARAMS).write_text("seed: 0\n")
+    with pytest.raises(ValueError, match="nothing ran here; `dvc repro` first"):
+        card_cli.run(tmp_path)
+    assert not (tmp_path / layout.REPORT).parent.exists()
