@@ -22,6 +22,8 @@ import yaml
 
 _DIGEST = re.compile(r"[0-9a-f]{32}(\.dir)?")
 _CONFIGS = ("config", "config.local")
+# How DVC says that another of its commands works in the checkout.
+LOCKED = ("Unable to acquire lock", "it is being blocked by")
 _OUT = "out"
 _IN_REMOTE_ONLY = "deleted"  # how `dvc status --cloud` calls it, from an empty cache
 

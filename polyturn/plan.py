@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,12 @@ import yaml
 
 from polyturn import layout, params
 from polyturn.checkout import main_checkout
+from polyturn.dvc_objects import LOCKED
 from polyturn.params_tree import read_tree
 from polyturn.plan_reasons import Change, Lock, Reason, reasons_of
 
 MAX_REASONS = 8
+_HOLDER = re.compile(r"\(PID \d+\): .+")  # of a lock, as DVC prints it
 TIMINGS = layout.STATE / "timings.jsonl"
 
 Status = Mapping[str, Sequence[Change]]
@@ -76,7 +79,7 @@ def read(root: Path) -> Plan:
     """Ask DVC what is stale in the checkout `root`.
 
     Raises:
-        PlanError: `dvc status` failed.
+        PlanError: `dvc status` failed, or another DVC command works in the checkout.
         ParamsError: params.yaml is wrong.
     """
     status = subprocess.run(
@@ -86,6 +89,9 @@ def read(root: Path) -> Plan:
         text=True,
         check=False,
     )
+    if any(text in status.stderr for text in LOCKED):
+        holders = ", ".join(sorted(set(_HOLDER.findall(status.stderr)))) or "another dvc command"
+        raise PlanError(f"{holders} works in this checkout; ask again when it has ended")
     if status.returncode != 0:
         raise PlanError(f"dvc status: {status.stderr.strip() or status.returncode}")
     order = list(cast("Mapping[str, object]", read_tree(root / layout.DVC_YAML)["stages"]))

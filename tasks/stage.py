@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
 from polyturn import family, processes
+from polyturn.dvc_objects import LOCKED
 from polyturn.lease import LeaseError
 from polyturn.params import ParamsError
 from polyturn.progress import ProgressLine, parse_line
@@ -35,7 +36,6 @@ _ARTIFACT_INTERVAL_S = 2.0
 _LOCK_WAIT_S = 120.0  # how long a lock that another dvc holds is waited for
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _PARTING_S = 2.0  # in which what a stage has started ends by itself
-_LOCKED = ("Unable to acquire lock", "it is being blocked by")
 # dvc's advice to the reader of a terminal
 _NOISE = (
     "Generating lock file", "Updating lock file", "To track the changes with git", "git add ",
@@ -124,7 +124,7 @@ class _Output:
             self.result = "restored"
         elif line.startswith("ERROR:"):
             self.last_error = line.removeprefix("ERROR:").strip()
-        self.is_locked = self.is_locked or any(text in line for text in _LOCKED)
+        self.is_locked = self.is_locked or any(text in line for text in LOCKED)
 
 
 def _repro(stage: str, root: Path, env: Mapping[str, str]) -> _Output:

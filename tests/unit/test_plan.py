@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from polyturn import plan, workspace
 from polyturn.code_history import code_change
 from polyturn.plan import Plan, StagePlan
 from polyturn.plan_reasons import Reason
-from tests.toy_project import ToyProject
+from tests.toy_project import ToyProject, wait_until
 
 Toy = Callable[..., ToyProject]
 
@@ -168,6 +171,21 @@ def test_dvc_that_cannot_say_is_told(toy: Toy) -> None:
     result = project.run("python", "-m", "polyturn.cli", "plan")
     assert result.returncode == 2
     assert result.stdout.startswith("error: dvc status: './dvc.yaml' validation failed")
+
+
+def test_a_dvc_that_works_in_the_checkout_is_named_with_its_process(toy: Toy) -> None:
+    """Not with DVC's own advice, which is to delete its lock."""
+    project = toy(one="import time; open('started', 'w').close(); time.sleep(60)")
+    dvc = project.start("dvc", "repro")
+    try:
+        wait_until((project.path / "started").exists, process=dvc)
+        result = project.run("python", "-m", "polyturn.cli", "plan")
+    finally:
+        os.killpg(dvc.pid, signal.SIGKILL)
+        dvc.communicate()
+    assert result.returncode == 2
+    found = r"error: \(PID \d+\): .*dvc repro works in this checkout; ask again when it has ended\n"
+    assert re.fullmatch(found, result.stdout), result.stdout
 
 
 def test_a_file_outside_git_has_no_version_that_ran(tmp_path: Path) -> None:
