@@ -115,8 +115,8 @@ def _as_call(value: Mapping[str, Json]) -> ToolCall | ToolCallError:
     name, arguments = value.get("name"), value.get("arguments")
     if not isinstance(name, str) or not name.strip():
         return ToolCallError('"name" must be the name of a function')
-    if arguments is None or arguments == "":  # of a function that takes none
-        arguments = {}
+    if arguments is None or arguments == "":
+        return ToolCall(name.strip(), {})  # a function that takes none
     if isinstance(arguments, str):
         arguments = _decoded(arguments)
     if not isinstance(arguments, Mapping):
