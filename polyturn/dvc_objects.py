@@ -22,8 +22,7 @@ import yaml
 
 _DIGEST = re.compile(r"[0-9a-f]{32}(\.dir)?")
 _CONFIGS = ("config", "config.local")
-# How DVC says that another of its commands works in the checkout.
-LOCKED = ("Unable to acquire lock", "it is being blocked by")
+_LOCKED = ("Unable to acquire lock", "it is being blocked by")
 _OUT = "out"
 _IN_REMOTE_ONLY = "deleted"  # how `dvc status --cloud` calls it, from an empty cache
 
@@ -84,6 +83,11 @@ class ObjectCache:
         except DvcError:
             return [md5]
         return [file.md5 for file in files if not self.path(file.md5).is_file()]
+
+
+def is_locked(output: str) -> bool:
+    """Whether DVC says that another of its commands works in the checkout."""
+    return any(text in output for text in _LOCKED)
 
 
 def pull(root: Path, md5: str, target: Path) -> None:

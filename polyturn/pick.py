@@ -23,8 +23,8 @@ def pick(name: str, params: Params, *, split: str) -> Problem:
     """A problem by its id or its number in the split; "generated" or "generated:7" draws a new one.
 
     Where no data set is built, or one of another source than the environment's own, a number stands for a generated
-    problem. Generated ones come from the `load`
-    function of the environment's module if it has one (sokoban), else from the synthetic figures.
+    problem. Generated ones come from the `load` function of the environment's module if it has one (sokoban), else from
+    the synthetic figures.
 
     Raises:
         ValueError: there is no such problem.

@@ -16,7 +16,7 @@ import yaml
 
 from polyturn import layout, params
 from polyturn.checkout import main_checkout
-from polyturn.dvc_objects import LOCKED
+from polyturn.dvc_objects import is_locked
 from polyturn.params_tree import read_tree
 from polyturn.plan_reasons import Change, Lock, Reason, reasons_of
 
@@ -89,7 +89,7 @@ def read(root: Path) -> Plan:
         text=True,
         check=False,
     )
-    if any(text in status.stderr for text in LOCKED):
+    if is_locked(status.stderr):
         holders = ", ".join(sorted(set(_HOLDER.findall(status.stderr)))) or "another dvc command"
         raise PlanError(f"{holders} works in this checkout; ask again when it has ended")
     if status.returncode != 0:

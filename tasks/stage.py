@@ -23,7 +23,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
 from polyturn import family, processes
-from polyturn.dvc_objects import LOCKED
+from polyturn.dvc_objects import is_locked
 from polyturn.lease import LeaseError
 from polyturn.params import ParamsError
 from polyturn.progress import ProgressLine, parse_line
@@ -124,7 +124,7 @@ class _Output:
             self.result = "restored"
         elif line.startswith("ERROR:"):
             self.last_error = line.removeprefix("ERROR:").strip()
-        self.is_locked = self.is_locked or any(text in line for text in LOCKED)
+        self.is_locked = self.is_locked or is_locked(line)
 
 
 def _repro(stage: str, root: Path, env: Mapping[str, str]) -> _Output:

@@ -153,9 +153,14 @@ def has_checkpoint(project: ToyProject, step: int) -> bool:
     return any((project.path / ".polyturn/work/train").glob(pattern))
 
 
+def start_slowly(project: ToyProject, **env: str) -> subprocess.Popen[str]:
+    """Start a training whose steps take longer than a test needs to see a checkpoint."""
+    return project.start(*TRAIN, **env, **{PAUSE: "0.1"})
+
+
 def start_and_kill(project: ToyProject, *, after_checkpoint: int) -> None:
     """SIGKILL the whole process group once a checkpoint is complete."""
-    process = project.start(*TRAIN, **{PAUSE: "0.1"})
+    process = start_slowly(project)
     wait_until(lambda: has_checkpoint(project, after_checkpoint), seconds=120, process=process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
@@ -217,7 +222,7 @@ def test_two_processes_train_as_one_does_and_survive_kills(
     two = outputs(project, tmp_path / "two")
     assert_close(undisturbed, two)
     # a rank dies: its error, not a hang
-    process = project.start(*TRAIN, **{PAUSE: "0.1"})
+    process = start_slowly(project)
     wait_until(lambda: has_checkpoint(project, 2), seconds=120, process=process)
     os.kill(rank_pid(project, 1), signal.SIGKILL)
     output, _ = process.communicate(timeout=90)
@@ -226,7 +231,7 @@ def test_two_processes_train_as_one_does_and_survive_kills(
     assert "Traceback" not in output
     assert project.runs()["train"][-1] == "FAILED"
     # the launcher dies, and so do its ranks; the next start goes on
-    process = project.start(*TRAIN, **{PAUSE: "0.1"})
+    process = start_slowly(project)
     wait_until(lambda: has_checkpoint(project, 4), seconds=120, process=process)
     os.kill(process.pid, signal.SIGKILL)
     again = project.stage("train")
@@ -356,7 +361,7 @@ def test_a_second_worker_goes_on_from_a_bucket_where_one_died_with_its_directory
         change(project, train={"work_uri": "s3://team/work", "lease_s": 3.0}, storage=storage)
         first = tmp_path / "first"
         shutil.copytree(project.path, first, ignore=shutil.ignore_patterns(".polyturn"))
-        process = ToyProject(first).start(*TRAIN, **s3.CREDENTIALS, **{PAUSE: "0.1"})
+        process = start_slowly(ToyProject(first), **s3.CREDENTIALS)
         wait_until(lambda: "snapshot_000003.json" in bucket(url), seconds=120, process=process)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
@@ -386,7 +391,7 @@ def test_a_worker_that_slept_while_another_took_over_ends_without_a_trace(
         change(project, train={"work_uri": "s3://team/work", "lease_s": 3.0}, storage=storage)
         sleeper = tmp_path / "sleeper"
         shutil.copytree(project.path, sleeper, ignore=shutil.ignore_patterns(".polyturn"))
-        process = ToyProject(sleeper).start(*TRAIN, **s3.CREDENTIALS, **{PAUSE: "0.1"})
+        process = start_slowly(ToyProject(sleeper), **s3.CREDENTIALS)
         wait_until(lambda: "snapshot_000001.json" in bucket(url), seconds=120, process=process)
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(0.2)
