@@ -74,6 +74,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="sampler.sglang.deterministic")
     parser.add_argument("--tokens", type=int, default=512, help="of a turn")
     parser.add_argument("--trl-step-s", type=float, default=TRL_STEP_S)
+    parser.add_argument(
+        "--profile", action="store_true", help="kernels of the learner's passes in mode `single`"
+    )
     parser.add_argument("--budget-s", type=float, default=480, help="no new step begins after it")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any param")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")

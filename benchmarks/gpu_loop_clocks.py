@@ -62,15 +62,18 @@ class Gap:
         }
 
 
+@dataclass
 class TimedLearner(FsdpLearner):
     """The learner with a clock on its passes."""
 
     logprobs_s: float = 0.0
     train_s: float = 0.0
     gap: Gap | None = None
+    again: dict[str, Callable[[], object]] = field(default_factory=dict)  # the latest passes
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """As the learner does, with every difference kept; the loop asks before each update."""
+        self.again["logprobs"] = lambda: FsdpLearner.logprobs(self, samples)
         with self._clock() as took:
             found = super().logprobs(samples)
         self.logprobs_s = took()
@@ -81,6 +84,7 @@ class TimedLearner(FsdpLearner):
 
     def update(self, samples: Sequence[TrainingSample], **options: object) -> UpdateStats:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As the learner does."""
+        self.again["train"] = lambda: FsdpLearner.update(self, samples, **options)  # pyright: ignore[reportArgumentType]
         with self._clock() as took:
             stats = super().update(samples, **options)  # pyright: ignore[reportArgumentType]
         self.train_s += took()

@@ -23,6 +23,7 @@ from gpu_loop_engine import (
 )
 from gpu_loop_work import METER
 
+from benchmarks.train_2b import profiled
 from polyturn import grpo
 from polyturn.checkpoint_writer import CheckpointWriter
 from polyturn.model import Policy
@@ -216,7 +217,9 @@ def run_mode(bench: Bench, name: str) -> None:
         torch.cuda.reset_peak_memory_stats()
     sink.began = time.monotonic()
     asyncio.run(grpo.train(parts, params, resume=False))
-    bench.result[name] = summary(bench, name, sink)
+    told = bench.result[name] = summary(bench, name, sink)
+    if options.profile and name == "single":
+        told["profile"] = {kind: profiled(again) for kind, again in bench.learner.again.items()}
 
 
 def summary(bench: Bench, name: str, sink: Steps) -> dict[str, object]:

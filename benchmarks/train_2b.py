@@ -183,11 +183,13 @@ def work_of(
     return shapes.Work(tokens, scored, attended, patches, pictures)
 
 
-def profiled(step: Callable[[], float]) -> dict[str, object]:
+def profiled(step: Callable[[], object]) -> dict[str, object]:
     """Share of a step in which the GPU works, number of kernels, and where the time goes by kind of kernel."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         started = time.perf_counter()
         step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         wall = time.perf_counter() - started
     kernels = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     kinds: dict[str, float] = {}

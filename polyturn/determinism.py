@@ -12,8 +12,8 @@ from polyturn.params import Params
 def choose_kernels(params: Params) -> None:
     """Require deterministic kernels if train.deterministic asks for them; call in each process, before it computes.
 
-    `set_up_torch` only prefers them: the backward pass of flash attention still adds in any order. Required, it has
-    an order, and an operation that has no deterministic kernel is an error.
+    Where `set_up_torch` only prefers them, the backward pass of flash attention still adds in any order. Required, it
+    has an order, and an operation that has no deterministic kernel is an error.
     """
     if params.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by the first matmul

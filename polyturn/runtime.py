@@ -8,9 +8,13 @@ from polyturn.params import LearnerParams, Params
 
 
 def set_up_torch(params: Params) -> None:
-    """Pin the number of CPU threads and choose deterministic kernels; call once, before any computation."""
+    """Pin the number of CPU threads and prefer deterministic kernels; call once, before any computation.
+
+    On a GPU only where train.deterministic asks for them: there they are slower, and every new tensor is filled first.
+    """
     torch.set_num_threads(params.learner.num_threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    is_on_gpu = params.learner.device != "cpu" and torch.cuda.is_available()
+    torch.use_deterministic_algorithms(params.train.deterministic or not is_on_gpu, warn_only=True)
 
 
 def training_device(params: LearnerParams) -> torch.device:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn import determinism
+from polyturn import determinism, runtime
 from polyturn.params import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,30 @@ def test_deterministic_kernels_are_preferred_or_required(is_strict: bool) -> Non
         "cudnn": is_strict,
         "cublas": ":4096:8" if is_strict else None,
     }
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "device", "is_asked", "are_chosen"),
+    [
+        (False, "auto", False, True),
+        (True, "cpu", False, True),
+        (True, "auto", False, False),
+        (True, "cuda", False, False),
+        (True, "auto", True, True),
+    ],
+)
+def test_a_gpu_has_slower_kernels_only_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, device: str, is_asked: bool, are_chosen: bool
+) -> None:
+    chosen: list[bool] = []
+    monkeypatch.setattr(runtime.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(
+        runtime.torch, "use_deterministic_algorithms", lambda mode, warn_only: chosen.append(mode)
+    )
+    runtime.set_up_torch(
+        parse({"learner": {"device": device}, "train": {"deterministic": is_asked}})
+    )
+    assert chosen == [are_chosen]
 
 
 @pytest.mark.parametrize(
