@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_replay.py --steps 20 --slowdown
 
-Each run is a process with a server of its own: a Qwen3-VL of 40 M random parameters, three turns of 64 tokens each
-with a new picture, sampler.sglang.deterministic and train.deterministic. Both run at the same time, so that their
-requests meet in other batches; then the digests of all trajectory files and of the weights are compared.
+Each run is a process with a server of its own: a Qwen3-VL of 40 M random parameters, three turns of --tokens tokens
+each with a new picture, sampler.sglang.deterministic and train.deterministic. Both run at the same time, so that their
+requests meet in other batches; then the digests of all trajectory files and of the weights are compared. The gap
+between sampler and learner is kept of every step, with its slope over 100 of them.
 `--slowdown` runs two more, one after the other, with and without determinism, and prints how much longer a step is.
 `--cpu-smoke` uses the tests' server.
 """
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -46,9 +48,12 @@ from polyturn.recorder import Recorder  # noqa: E402
 from polyturn.render import Renderer  # noqa: E402
 from polyturn.runtime import set_up_torch  # noqa: E402
 from polyturn.sampler.sglang.build import Site, sglang_sampler  # noqa: E402
+from scripts.gap_drift import trend  # noqa: E402
 
 SMALL = shapes.Shape(1024, 640, 1920, 8, 10, 2, 64, 256, 512, 4, 4, (0, 1))
 KINDS = ("deterministic", "fast")
+WORK = {"prompts": 8, "siblings": 8, "tokens": 64}  # of a step, of a group, of a turn
+GAP = "train/train_rollout_logprob_abs_diff"
 
 
 class Sink:
@@ -66,14 +71,14 @@ class Sink:
 def params_of(options: argparse.Namespace, urls: list[str]) -> Params:
     """A run's params."""
     is_exact, is_tiny = options.kind == "deterministic", options.cpu_smoke
-    tokens = 6 if is_tiny else 64
+    tokens = 6 if is_tiny else options.tokens
     return parse(
         {
             "env": {"build": "gpu_loop_work:build_shower", "tools_in_prompt": False},
             "reward": {"terms": [{"term": "gpu_loop_work:share_of_odd_ids"}]},
             "rollout": {
-                "prompts_per_step": 2 if is_tiny else 8,
-                "group_size": 2 if is_tiny else 8,
+                "prompts_per_step": 2 if is_tiny else options.prompts,
+                "group_size": 2 if is_tiny else options.siblings,
                 "max_turns": 3,
                 "max_new_tokens": 3 * tokens,
                 "max_turn_tokens": tokens,
@@ -159,14 +164,16 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             ),
             "recomputed_turns": sum(row["perf/recomputed_turns"] for row in rows),
             "cache_hit_turn_3": rows[-1].get("perf/prefix_cache_hit_rate/turn_3"),
-            "gap_first": rows[0]["train/train_rollout_logprob_abs_diff"],
-            "gap_last": rows[-1]["train/train_rollout_logprob_abs_diff"],
+            "gap": [row[GAP] for row in rows],
+            "gap_trend": asdict(trend(range(len(rows)), [row[GAP] for row in rows])),
         }
 
 
 def start(options: argparse.Namespace, kind: str) -> subprocess.Popen[str]:
     """A run in a process of its own."""
     argv = [sys.executable, __file__, "--kind", kind, "--steps", str(options.steps)]
+    for name in WORK:
+        argv += [f"--{name}", str(getattr(options, name))]
     argv += ["--cpu-smoke"] if options.cpu_smoke else []
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
 
@@ -186,6 +193,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
+    for name, value in WORK.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--slowdown", action="store_true")
     parser.add_argument("--cpu-smoke", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
