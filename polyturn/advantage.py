@@ -12,6 +12,9 @@ from polyturn.types import Group
 # Rewards that differ by less than this part of the largest of them are equal: what is left of float32 sums of
 # reward terms (1e-7) must not be divided by a deviation that is such a residue too.
 RESOLUTION = 1e-6
+# So are rewards this near to each other, however small they are: terms of about 1 that cancel leave so much of
+# themselves in float32 (0.3 + 0.6 - 0.9 is 6e-8), and next to a 0 it is all there is.
+FLOOR = 1e-7
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,13 @@ class Outcome:
 def are_equal(rewards: Sequence[float]) -> bool:
     """Whether rewards differ by rounding residue at most, so that they teach nothing.
 
-    >>> are_equal([0.1 + 0.2, 0.3]), are_equal([0.3, 0.3001]), are_equal([])
-    (True, False, True)
+    >>> are_equal([0.1 + 0.2, 0.3]), are_equal([0.1 + 0.2 - 0.3, 0.0]), are_equal([0.3, 0.3001]), are_equal([])
+    (True, True, False, True)
     """
     if not rewards:
         return True
     largest = max(abs(reward) for reward in rewards)
-    return max(rewards) - min(rewards) <= RESOLUTION * largest
+    return max(rewards) - min(rewards) <= max(RESOLUTION * largest, FLOOR)
 
 
 def group_advantages(
@@ -144,5 +147,11 @@ def _divided_by_deviation(
 
 
 def _deviation(centred: Sequence[float]) -> float:
-    """Sample standard deviation of two or more values whose mean is 0."""
-    return math.sqrt(math.fsum(value * value for value in centred) / (len(centred) - 1))
+    """Sample standard deviation of two or more values whose mean is 0, of any size.
+
+    They are squared in units of a power of two near the largest, which rounds nothing: 1e200 has no square in float64.
+    """
+    _, exponent = math.frexp(max(abs(value) for value in centred))
+    units = [math.ldexp(value, -exponent) for value in centred]
+    squares = math.fsum(value * value for value in units)
+    return math.ldexp(math.sqrt(squares / (len(centred) - 1)), exponent)
