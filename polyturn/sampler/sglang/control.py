@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,7 +30,7 @@ class Control:
     def is_healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether /health answers 200; it runs a token through an idle engine."""
         try:
-            answer = httpx.get(f"{self.url}/health", timeout=timeout_s, trust_env=False)
+            answer = _client().get(f"{self.url}/health", timeout=timeout_s)
         except httpx.HTTPError:
             return False
         return answer.status_code == 200
@@ -72,7 +73,7 @@ class Control:
 
     def _get(self, path: str) -> Mapping[str, object]:
         try:
-            answer = httpx.get(f"{self.url}{path}", timeout=self.timeout_s, trust_env=False)
+            answer = _client().get(f"{self.url}{path}", timeout=self.timeout_s)
         except httpx.HTTPError as error:
             raise ServerError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         if answer.status_code != 200:
@@ -84,9 +85,7 @@ class Control:
 
     def _send(self, path: str, content: Mapping[str, object]) -> httpx.Response:
         try:
-            return httpx.post(
-                f"{self.url}{path}", json=content, timeout=self.timeout_s, trust_env=False
-            )
+            return _client().post(f"{self.url}{path}", json=content, timeout=self.timeout_s)
         except httpx.HTTPError as error:
             raise ServerError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
@@ -98,6 +97,12 @@ class Control:
 
     def _refused(self, path: str, answer: httpx.Response) -> ServerError:
         return ServerError(f"{self.url}{path}: HTTP {answer.status_code}: {answer.text[:500]}")
+
+
+@functools.cache
+def _client() -> httpx.Client:
+    """One for all calls, as each new one reads the host's certificates; a connection serves one call."""
+    return httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def check_version(version: str) -> str | None:

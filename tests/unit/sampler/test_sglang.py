@@ -25,7 +25,7 @@ from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.base import Reply, Sampler, SampleRequest
 from polyturn.sampler.hf import HfSampler
-from polyturn.sampler.sglang import process, wire
+from polyturn.sampler.sglang import control, process, wire
 from polyturn.sampler.sglang.build import Site, sglang_sampler
 from polyturn.sampler.sglang.checksums import Checksums, is_compared
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
@@ -452,6 +452,13 @@ def test_weights_that_are_not_compared_are_told(
     assert ("weights are not compared with tensor_parallel 2" in caplog.text) != is_compared
 
 
+def test_replies_cannot_come_again_over_a_transport_that_waits_for_no_copy():
+    """Seen on an H200: two runs with equal weights, one of which had other logprobs in one step of 24."""
+    with pytest.raises(ValueError, match=r"picture_transport: cuda_ipc .*deterministic to false"):
+        SglangParams(picture_transport="cuda_ipc")
+    SglangParams(picture_transport="cuda_ipc", deterministic=False)
+
+
 @pytest.mark.parametrize("url", ["http://10.0.0.7:30000", "http://server:30000"])
 def test_weights_cannot_be_broadcast_to_a_server_that_does_not_meet_this_host_as_itself(url: str):
     with pytest.raises(ValueError, match=r"weight_update: distributed meets .*weight_update: disk"):
@@ -567,6 +574,7 @@ def test_servers_are_reached_past_the_proxy_of_the_environment(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    control._client.cache_clear()  # made before, it would not have seen them
     made = sampler(server, directory=tmp_path)
     assert made.fleet.servers[0].control.is_healthy()
     assert ask(made, request())[0].finish_reason in ("stop", "length")
@@ -586,8 +594,8 @@ def test_a_control_answer_that_is_no_object_is_an_error_of_the_server(
 ):
     body, content_type = ODD[kind]
     found = httpx.Response(200, content=body, headers={"content-type": content_type})
-    monkeypatch.setattr(httpx, "get", lambda *_, **__: found)
-    monkeypatch.setattr(httpx, "post", lambda *_, **__: found)
+    monkeypatch.setattr(httpx.Client, "get", lambda *_, **__: found)
+    monkeypatch.setattr(httpx.Client, "post", lambda *_, **__: found)
     with pytest.raises(ServerError, match="/server_info: HTTP 200"):
         NOBODY.version()
     if kind == "a page":
