@@ -95,6 +95,7 @@ def arguments() -> argparse.Namespace:
 def benchmark_params(options: argparse.Namespace, urls: Sequence[str] = ()) -> Params:
     """What all modes have in common; `--set` comes last."""
     is_tiny = options.cpu_smoke
+    is_exact = options.deterministic or is_tiny
     tree: dict[str, dict] = {
         "model": {"dtype": "float32" if is_tiny else "bfloat16"},
         "env": {"build": "gpu_loop_work:build_env", "tools_in_prompt": False},
@@ -109,10 +110,10 @@ def benchmark_params(options: argparse.Namespace, urls: Sequence[str] = ()) -> P
             "backend": "sglang",
             "sglang": {
                 "urls": list(urls),
-                "deterministic": options.deterministic or is_tiny,
+                "deterministic": is_exact,
                 "memory_fraction": 0.9,  # two servers that start at once only agree on tokens
                 "bucket_mb": 2048,
-                "picture_transport": "cuda_ipc",
+                "picture_transport": "host" if is_exact else "cuda_ipc",
                 "weight_update": "disk" if is_tiny else "tensor",
                 "dtype": "float32" if is_tiny else "bfloat16",
                 "check_weights": not is_tiny,

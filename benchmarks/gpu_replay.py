@@ -91,7 +91,6 @@ def params_of(options: argparse.Namespace, urls: list[str]) -> Params:
                     "urls": urls,
                     "deterministic": is_exact or is_tiny,
                     "memory_fraction": 0.9,
-                    "picture_transport": "cuda_ipc",
                     "weight_update": "disk" if is_tiny else "tensor",
                     "dtype": "float32" if is_tiny else "bfloat16",
                     "check_weights": not is_tiny,

@@ -27,7 +27,8 @@ class SglangParams(Section):
     attention_backend: str = "triton"
     vision_attention_backend: str = "triton_attn"
     # How the server's tokenizer hands pictures' features to its engine: through host memory, or as handles of GPU
-    # memory, which admits a request with a picture in 11 ms instead of 17 and takes 1 GiB of the GPU
+    # memory, which admits a request with a picture in 11 ms instead of 17 and takes 1 GiB of the GPU. The engine does
+    # not wait for the tokenizer's copy, so that on a crowded GPU it may read a picture before all of it is there
     picture_transport: Literal["host", "cuda_ipc"] = "host"
     extra_flags: tuple[str, ...] = ()  # of sglang.launch_server, after polyturn's own
     # How new weights reach the servers. tensor: CUDA IPC, trainer and server on the same GPUs;
@@ -58,6 +59,15 @@ class SglangParams(Section):
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(
                 f"urls must name each server once, since each is given the weights, got {list(self.urls)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _transport(self) -> SglangParams:
+        if self.deterministic and self.picture_transport == "cuda_ipc":
+            raise ValueError(
+                "picture_transport: cuda_ipc does not give the same replies again, as SGLang's engine does not wait for "
+                "the copy of a picture; set it to host, or deterministic to false"
             )
         return self
 
