@@ -34,21 +34,27 @@ def test_fused_scores_of_half_precision_logits_are_those_of_the_eager_path() -> 
     torch.testing.assert_close(own_gradient, gradient, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.usefixtures("exact_convolutions")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_compiled_learner_gives_the_gradients_of_an_eager_one(precision: str) -> None:
+def test_a_compiled_learner_is_as_near_to_float32_as_an_eager_one(precision: str) -> None:
     """Over several micro-batches, so that gradients add up before they are given to the optimizer."""
     policy = tiny.qwen3()
     chosen = samples(Renderer(policy))
-    eager, compiled = (
-        learner_of(
+
+    def of(precision: str, *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
+        learner = learner_of(
             policy, device=CUDA, micro_batch_tokens=90, precision=precision, compile=is_compiled
         )
-        for is_compiled in (False, True)
-    )
-    before, after = update(eager, chosen), update(compiled, chosen)
-    bound = 1e-4 if precision == "float32" else 3e-2
-    assert after.grad_norm == pytest.approx(before.grad_norm, rel=bound)
-    wanted = gradients(eager)
-    for name, gradient in gradients(compiled).items():
-        difference = (gradient - wanted[name]).norm() / (wanted[name].norm() + 1e-6)
-        assert difference < bound, (name, float(difference))
+        update(learner, chosen)
+        return gradients(learner)
+
+    exact, eager, compiled = of("float32"), of(precision), of(precision, is_compiled=True)
+    for name, gradient in compiled.items():
+        mine, theirs = distance(gradient, exact[name]), distance(eager[name], exact[name])
+        # two roundings of one size: on a CPU in bfloat16 0.8 to 1.6 times as far
+        assert mine < 2 * theirs + 1e-4, (name, mine, theirs)
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The difference's norm over the second one's."""
+    return float((one - other).norm() / (other.norm() + 1e-6))

@@ -17,6 +17,7 @@ from tests.unit.sampler.test_hf import converse, group, make
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("exact_convolutions"),
 ]
 
 
