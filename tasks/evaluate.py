@@ -69,11 +69,8 @@ def body(ctx: StageContext) -> None:
     problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
     test = evaluation_set.choose(problems, ctx.params)
     plans = plans_of(ctx.params)
-    scored = []
     with Progress(len(test) * len(plans) * len(POLICIES), "evaluate") as progress:
-        exam = _Exam(test, ctx.params, plans, progress)
-        for name, directory in POLICIES.items():
-            scored += _score_policy(name, directory, exam)
+        scored = _score_policies(_Exam(test, ctx.params, plans, progress))
     _write(ctx, test, scored)
 
 
@@ -93,14 +90,21 @@ def plans_of(params: Params) -> Mapping[str, EvaluationPlan]:
     return plans | ({TRAINING_ENV: sampled} if params.env.eval_params else {})
 
 
-def _score_policy(name: str, directory: Path, exam: _Exam) -> list[Scored]:
-    params = exam.params
-    policy = model.load(params.model, directory)
+def _score_policies(exam: _Exam) -> list[Scored]:
+    """All policies in one sampler, since a server takes a minute to start; versions are their numbers."""
+    params, first = exam.params, next(iter(POLICIES.values()))
+    policy = model.load(params.model, first)
     torch.nn.Module.to(policy.model, training_device(params.learner))
-    place = SamplerPlace(directory, layout.STATE / "work" / "evaluate", is_vision_frozen=True)
+    place = SamplerPlace(first, layout.STATE / "work" / "evaluate", is_vision_frozen=False)
+    scored = []
     with closing(open_sampler(policy, params, place)) as sampler:
-        sampler.update_weights(policy.model.named_parameters(remove_duplicate=False), 0)
-        return _scores(name, policy, sampler, exam)
+        for version, (name, directory) in enumerate(POLICIES.items()):
+            if directory != first:
+                other = model.load(params.model, directory)
+                policy.model.load_state_dict(other.model.state_dict())
+            sampler.update_weights(policy.model.named_parameters(remove_duplicate=False), version)
+            scored += _scores(name, policy, sampler, exam)
+    return scored
 
 
 def _scores(name: str, policy: model.Policy, sampler: Sampler, exam: _Exam) -> list[Scored]:
