@@ -9,12 +9,22 @@ import numpy as np
 
 from polyturn.advantage import are_equal
 from polyturn.envs.base import load_object
+from polyturn.evaluate import is_correct
 from polyturn.types import Group, Status
 
 
 def nonzero_std(group: Group) -> bool:
-    """Whether the siblings' rewards differ: equal ones give no gradient (DAPO, arXiv:2503.14476, eq. 11)."""
+    """Whether the siblings' rewards differ: equal ones give no gradient."""
     return not are_equal([t.reward for t in group.trajectories if t.reward is not None])
+
+
+def mixed_correctness(group: Group) -> bool:
+    """Whether some of the siblings solved the problem and others did not (DAPO, arXiv:2503.14476, eq. 11).
+
+    Further reward terms do not count: where all are wrong and one is too long besides, `nonzero_std` keeps the group,
+    and its short wrong answers are taught.
+    """
+    return len({is_correct(t) for t in group.trajectories if t.reward is not None}) > 1
 
 
 def no_aborted(group: Group) -> bool:

@@ -29,6 +29,7 @@ from tests.unit.tiny import Scripted, ScriptedSampler
 
 PROBLEMS = tiny.problems(12)
 NONZERO_STD = "polyturn.group_filters:nonzero_std"
+MIXED_CORRECTNESS = "polyturn.group_filters:mixed_correctness"
 NO_ABORTED = "polyturn.group_filters:no_aborted"
 Script = Callable[[SampleRequest, int], str | Scripted]
 
@@ -46,6 +47,16 @@ def params(**rules: object) -> Params:
 def differs_for_every_third(trajectory: Trajectory, problem: Problem) -> float:
     """1 for sibling 1 of problems 0, 3, 6, ...; else 0."""
     return float(number(problem) % 3 == 0 and trajectory.sibling == 1)
+
+
+def correctness(trajectory: Trajectory, problem: Problem) -> float:
+    """The same: sibling 1 of every third problem solves it."""
+    return differs_for_every_third(trajectory, problem)
+
+
+def too_long(trajectory: Trajectory, problem: Problem) -> float:
+    """Sibling 0 is punished, whatever it answers."""
+    return -float(trajectory.sibling == 0)
 
 
 def number(problem: Problem) -> int:
@@ -131,6 +142,16 @@ def test_groups_without_variance_are_replaced(renderer: Renderer) -> None:
     assert count(collected, "drop_surplus") == len(acceptable) - 2
     assert count(collected, "is_exhausted") == 0
     assert len(tried) > 2, "nothing was refilled; choose another seed"
+
+
+def test_wrong_answers_of_different_lengths_are_no_mixed_group(renderer: Renderer) -> None:
+    """NeMo-RL #2431: short wrong answers were taught, since the punishment of long ones made the rewards differ."""
+    terms = [{"term": f"tests.unit.test_collect:{name}"} for name in ("correctness", "too_long")]
+    for name, is_mixed in ((NONZERO_STD, False), (MIXED_CORRECTNESS, True)):
+        rules = params(filters=[name], max_rounds=6).model_dump()
+        collected = run(renderer, Params.model_validate(rules | {"reward": {"terms": terms}}))
+        assert all(n % 3 == 0 for n in numbers(collected.kept)) == is_mixed
+        assert (count(collected, "rounds") > 1) == is_mixed
 
 
 def test_a_step_is_collected_again_to_the_same_groups(renderer: Renderer) -> None:
