@@ -1,19 +1,19 @@
-"""Draw docs/demo.svg, the picture in README: reward curves of the runs that `make test-full` left in runs/.
+"""Draw the reward curves of several runs in one picture, such as docs/demo.svg of the runs of `make test-full`.
 
-usage: python scripts/plot_demo.py runs/seed-0 runs/seed-1 ...
+usage: python scripts/plot_curves.py PICTURE.svg NAME=DIRECTORY ...
+       python scripts/plot_curves.py docs/demo.svg "seed 0=runs/seed-0" "seed 1=runs/seed-1"
 """
 
 from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from polyturn import layout
-from polyturn.params import load
 from polyturn.report.charts import Line, line_chart
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "demo.svg"
 SIZE = (760, 300)
 COLOURS = ("#3b63c9", "#c9603b", "#3b8f5a", "#8a55b5", "#807c28")
 STYLE = """\
@@ -28,12 +28,12 @@ def read_curve(directory: Path) -> list[float | None]:
         return [float(row["reward_mean"]) for row in csv.DictReader(file) if row["reward_mean"]]
 
 
-def main(names: list[str]) -> None:
-    """Write the picture; the legend names each run's seed."""
-    directories = [Path(name) for name in names]
+def main(picture: Path, runs: Sequence[str]) -> None:
+    """Write the picture; the legend names each run."""
+    pairs = [run.rpartition("=") for run in runs]
     lines = [
-        Line(f"seed {load(directory / layout.PARAMS).seed}", read_curve(directory), f"tone{index}")
-        for index, directory in enumerate(directories)
+        Line(name, read_curve(Path(directory)), f"tone{index}")
+        for index, (name, _, directory) in enumerate(pairs)
     ]
     chart = str(line_chart(lines, size=SIZE, unit=(0.0, 1.0), title="Reward of a rollout batch"))
     tones = "".join(f".tone{index} {{ stroke: {COLOURS[index]} }}\n" for index in range(len(lines)))
@@ -43,13 +43,12 @@ def main(names: list[str]) -> None:
         for index, line in enumerate(lines)
     )
     head, _, body = chart.partition(">")
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(
+    picture.write_text(
         f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}{tones}</style>'
         f'<rect width="{SIZE[0]}" height="{SIZE[1]}" fill="#fff"/>{body.removesuffix("</svg>")}{legend}</svg>\n'
     )
-    print(OUT)
+    print(picture)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]), sys.argv[2:])
