@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from polyturn import model
+from polyturn import checkpoint, model
 from polyturn.model import Policy
 from polyturn.world import ONE, World
 
@@ -54,4 +53,4 @@ class Candidates:
         kept = {self.path(version) for version in versions}
         for path in self.directory.glob("version_*"):
             if path not in kept:
-                shutil.rmtree(path)
+                checkpoint.remove(path)

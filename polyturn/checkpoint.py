@@ -60,10 +60,28 @@ def discard(directory: Path, step: int) -> None:
     shutil.rmtree(partial_path(directory, step), ignore_errors=True)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for old in _paths(directory)[:-keep]:
-        shutil.rmtree(old)
+def prune(directory: Path, keep: int, *, newest: int) -> None:
+    """Keep the checkpoint of step `newest`, which was just written, and the `keep` - 1 before it; remove the others.
+
+    Later ones are of a run that was given up, and a run that is started again must not go on from them.
+    """
+    steps = dict(_by_step(directory))
+    kept = sorted(step for step in steps if step <= newest)[-keep:]
+    for step in steps.keys() - kept:
+        if step > newest:
+            logger.warning("%s is removed: the run is at step %d only", steps[step], newest)
+        remove(steps[step])
+
+
+def remove(directory: Path) -> None:
+    """Remove what is not needed any more; if that fails it stays, with a warning.
+
+    A file that some program holds open on NFS is no reason to end a run.
+    """
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", directory, error)
 
 
 def states(directory: Path) -> list[Mapping[str, Json]]:
@@ -92,9 +110,12 @@ def latest(directory: Path) -> tuple[Path, Mapping[str, Json]] | None:
 
 
 def _paths(directory: Path) -> list[Path]:
-    found = [(int(match[1]), path) for path in directory.glob("step_*")
-             if (match := _NAME.fullmatch(path.name))]  # fmt: skip
-    return [path for _, path in sorted(found)]
+    return [path for _, path in _by_step(directory)]
+
+
+def _by_step(directory: Path) -> list[tuple[int, Path]]:
+    return sorted((int(match[1]), path) for path in directory.glob("step_*")
+                  if (match := _NAME.fullmatch(path.name)))  # fmt: skip
 
 
 def _damage(path: Path) -> str | None:

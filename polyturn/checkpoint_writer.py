@@ -103,7 +103,7 @@ class CheckpointWriter:
         except BaseException:
             checkpoint.discard(self.directory, step)
             raise
-        checkpoint.prune(self.directory, self._keep)
+        checkpoint.prune(self.directory, self._keep, newest=step)
         logger.debug("checkpoint of step %d: written", step)
 
     def _write_part(self, step: int, _: Mapping[str, Json], write: Snapshot) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import shutil
 import tempfile
 import threading
 import time
@@ -146,6 +147,42 @@ def test_a_damaged_one_does_not_push_a_good_one_out(tmp_path: Path) -> None:
     assert newest(tmp_path) == 2
     save(tmp_path, 3, keep=1)
     assert newest(tmp_path) == 3
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_checkpoints_of_a_run_that_was_given_up_do_not_push_out_the_first_ones_of_another(
+    tmp_path: Path, keep: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers #37260: 500, 600 and 700 lay there, and the new run's 100 was removed as the oldest."""
+    save(tmp_path, 500, 600, 700, keep=3)
+    save(tmp_path, 100, keep=keep)
+    assert newest(tmp_path) == 100
+    assert "step_000700 is removed: the run is at step 100 only" in caplog.text
+    save(tmp_path, 200, keep=keep)
+    assert newest(tmp_path) == 200
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """prime-rl #1763: a file that another program holds open on NFS; also of candidates and the work directory."""
+    rmtree = shutil.rmtree
+
+    def refuse(path: Path, *, ignore_errors: bool = False) -> None:
+        if path.exists() and path.name in ("step_000001", "version_000001"):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with CheckpointWriter(tmp_path, keep=1) as writer:
+        for step in (1, 2, 3):
+            writer.submit(step, {"step": step}, write_text("w"))
+    assert names(tmp_path) == ["step_000001", "step_000003"]
+    assert "step_000001 could not be removed: " in caplog.text
+    for version in (1, 2, 3):
+        (tmp_path / f"version_00000{version}").mkdir()
+    Candidates(NO_POLICY, tmp_path).prune({3})
+    assert names(tmp_path)[2:] == ["version_000001", "version_000003"]
 
 
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:
