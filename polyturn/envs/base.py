@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from polyturn.data.embedded import embed
-from polyturn.data.normalise import to_rgb
+from polyturn.data.normalise import as_shown, to_rgb
 from polyturn.data.urls import decode_data_uri
 from polyturn.types import ImageRecord, Json, Message, Problem, Role
 
@@ -260,7 +260,7 @@ def image_record(picture: object) -> ImageRecord:
     """A record of a picture that an environment made; on white, RGB, lossless PNG.
 
     Understood are ImageRecord, PIL image, array, the bytes of an image file and a data URI in base64. 16-bit and
-    float pixels are scaled by their range, as those of the data set are.
+    float pixels are scaled by their range, and files are turned upright and to sRGB, as those of the data set are.
 
     Raises:
         ValueError: it is none of these, or its pixels are not finite.
@@ -291,4 +291,4 @@ def _opened(data: bytes) -> Image.Image:
         raise ValueError(
             f"a picture must be an image file, got {len(data)} bytes: {error}"
         ) from None
-    return image
+    return as_shown(image)

@@ -268,6 +268,74 @@ def test_a_jpeg_is_whole_whatever_follows_it(is_progressive: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{}, {"progressive": True}, {"restart_marker_blocks": 1}, {"restart_marker_rows": 1}, {"quality": 100}],
+)  # fmt: skip
+@pytest.mark.parametrize("cut", [0.3, 0.5, 0.8, 0.99])
+def test_a_cut_jpeg_with_an_end_marker_put_behind_it_is_truncated(
+    options: dict[str, object], cut: float
+) -> None:
+    """brendan-duncan/image#230, python-pillow/Pillow#3023: decoders complete it with gray and say nothing."""
+    data = _save(_noise(), "JPEG", **options)
+    assert normalise(data, SMALL).width == 200
+    assert _reason(data[: int(len(data) * cut)] + b"\xff\xd9") == "truncated"
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+@pytest.mark.parametrize("size", [(1, 1), (9, 23), (64, 48)])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 2}])
+def test_a_whole_jpeg_is_never_taken_for_a_cut_one(
+    mode: str, size: tuple[int, int], options: dict[str, object]
+) -> None:
+    for image in (_noise(size), Image.new("RGB", size, WHITE)):
+        data = _save(image.convert(mode), "JPEG", **options)
+        assert (normalise(data, SMALL).width, normalise(data, SMALL).height) == size
+
+
+def test_several_pictures_in_one_jpeg_file_are_whole() -> None:
+    stored = normalise(_save(_noise(), "MPO", save_all=True, append_images=[_noise()]), SMALL)
+    assert stored.source.num_frames == 2
+
+
+def _tiff_header(tags: list[tuple[int, int, int, bytes]]) -> bytes:
+    """EXIF of tags (number, type, count, value); longer values stand behind them."""
+    values, end = b"", 8 + 2 + 12 * len(tags) + 4
+    body = b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(tags))
+    for number, kind, count, value in tags:
+        field = value.ljust(4, b"\0") if len(value) <= 4 else struct.pack("<I", end + len(values))
+        values += value if len(value) > 4 else b""
+        body += struct.pack("<HHI", number, kind, count) + field
+    return body + struct.pack("<I", 0) + values
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        (0x011A, 5, 1, struct.pack("<II", 0, 0)),  # a resolution of 0 / 0
+        (0x011A, 2, 3, b"72\0"),  # a resolution in letters
+        (0x010F, 2, 5000, struct.pack("<I", 99999)),  # a name of 5000 letters outside of the file
+        (0x8769, 2, 4, b"abc\0"),
+        (0x8769, 4, 1, struct.pack("<I", 8)),  # a directory that contains itself
+    ],
+)
+def test_a_damaged_tag_does_not_keep_a_picture_lying(
+    damaged: tuple[int, int, int, bytes],
+) -> None:
+    """python-pillow/Pillow#8605, huggingface/datasets#7668: the orientation stands beside it and can be read."""
+    exif = _tiff_header([(0x0112, 3, 1, struct.pack("<H", 6)), damaged])
+    stored = normalise(_save(_bars(), "JPEG", exif=exif), SMALL)
+    assert (stored.width, stored.height) == (48, 64)
+    assert np.allclose(_pixels(stored).getpixel((44, 3)), RED, atol=12)
+
+
+@pytest.mark.parametrize("value", [b"\0\0", b"\x09\0", b"\xff\xff"])
+def test_an_orientation_that_is_none_turns_nothing(value: bytes) -> None:
+    exif = _tiff_header([(0x0112, 3, 1, value)])
+    assert normalise(_save(_bars(), "JPEG", exif=exif), SMALL).width == 64
+
+
+@pytest.mark.parametrize(
     ("data", "kind"),
     [
         (b"P3\n# by hand\n2 1\n255\n255 0 0 255 0 0\n", "PPM"),
