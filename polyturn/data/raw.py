@@ -153,7 +153,7 @@ class RawWriter:
         if ".." in PurePosixPath(name).parts or (self.source.root is None and name.startswith("/")):
             raise RowError("blocked_path", f"{path[:200]!r} leads out of the dataset")
         if base_url is not None and not self._is_served():
-            return f"{base_url.rstrip('/')}/{quote(name)}"
+            return _join(base_url, name)
         if self.source.root is None:
             raise RowError(
                 "missing_file", f"{path[:200]!r} is relative, and the dataset has no directory"
@@ -180,7 +180,7 @@ class RawWriter:
 
     def _source_of(self, name: str) -> str:
         base_url = self.source.base_url
-        return name if base_url is None else f"{base_url.rstrip('/')}/{quote(name)}"
+        return name if base_url is None else _join(base_url, name)
 
     def _target(self, name: str) -> Path:
         """Where a picture goes: under served URLs, the path of the URL."""
@@ -203,6 +203,12 @@ def _check_text(row: Row) -> None:
     except UnicodeEncodeError as error:
         around = text[max(0, error.start - 20) : error.start + 20]
         raise RowError("bad_text", f"half a character (a lone surrogate) in {around!a}") from None
+
+
+def _join(base_url: str, name: str) -> str:
+    """The address of a relative picture; the key of an S3 object is written as it is."""
+    is_s3 = urlsplit(base_url).scheme == "s3"
+    return f"{base_url.rstrip('/')}/{name if is_s3 else quote(name)}"
 
 
 def _suffix(data: bytes) -> str:

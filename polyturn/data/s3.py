@@ -49,7 +49,7 @@ def split_uri(uri: str) -> tuple[str, str]:
     Raises:
         RowError: bad_url.
     """
-    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    bucket, _, key = uri[len("s3://") :].partition("/")
     if not bucket:
         raise RowError("bad_url", f"{uri!r} names no bucket")
     return bucket, key

@@ -62,7 +62,8 @@ _COMPANIONS = frozenset(
     ]
 )
 _QUOTE_SAFE = "%/:?#[]@!$&'()*+,;=~-._"
-_DATA_URI = re.compile(r"data:([^,]*?)(;base64)?,(.*)", re.IGNORECASE | re.DOTALL)
+_DATA_URI = re.compile(r"data:([^,]*),(.*)", re.IGNORECASE | re.DOTALL)
+_BASE64 = re.compile(r";\s*base64\s*(?:;|$)", re.IGNORECASE)
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -102,6 +103,8 @@ def public_url(url: str) -> str:
     if url[:5].lower() == "data:":
         mime = url[5:].split(",", 1)[0].split(";", 1)[0][:40]
         return f"data:{mime};sha256={hashlib.sha256(url.encode()).hexdigest()}"
+    if _is_s3(url):
+        return url  # all of it is a key, and its ? and # are letters of the key
     head, mark, fragment = url.partition("#")
     address, question, query = head.partition("?")
     scheme, separator, rest = address.partition("://")
@@ -115,6 +118,10 @@ def public_url(url: str) -> str:
     if len(kept) < len(pairs):
         kept = [pair for pair in kept if _name(pair) not in _COMPANIONS]
     return address + ("?" + "&".join(kept) if kept else "") + mark + fragment
+
+
+def _is_s3(url: str) -> bool:
+    return url[:5].lower() == "s3://"
 
 
 def _name(pair: str) -> str:
@@ -131,10 +138,9 @@ def cache_key(url: str) -> str:
     Raises:
         RowError: bad_url.
     """
-    public = public_url(url).partition("#")[0]
-    if public[:5].lower() == "s3://":
-        return public
-    parts = urlsplit(quote_url(public))
+    if _is_s3(url):
+        return url
+    parts = urlsplit(quote_url(public_url(url).partition("#")[0]))
     netloc = parts.netloc.lower()
     port = _DEFAULT_PORTS.get(parts.scheme)
     if port is not None:
@@ -144,7 +150,7 @@ def cache_key(url: str) -> str:
 
 
 def decode_data_uri(uri: str) -> bytes:
-    """The bytes of a data: URI; white space, missing padding and the -_ alphabet are accepted.
+    """The bytes of a data: URI; white space, missing padding, the -_ alphabet and base64 anywhere in its head are accepted.
 
     Raises:
         RowError: bad_data_uri.
@@ -152,8 +158,8 @@ def decode_data_uri(uri: str) -> bytes:
     match = _DATA_URI.fullmatch(uri.strip())
     if match is None:
         raise RowError("bad_data_uri", f"no comma in {uri[:40]!r}")
-    body = unquote_to_bytes(match[3])
-    if not match[2]:
+    body = unquote_to_bytes(match[2])
+    if not _BASE64.search(match[1]):
         return body
     text = re.sub(rb"\s", b"", body).rstrip(b"=").replace(b"-", b"+").replace(b"_", b"/")
     try:

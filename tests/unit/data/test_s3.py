@@ -97,6 +97,36 @@ def test_a_dataset_on_s3_keeps_its_relative_pictures(
     assert not (stage.root / "raw" / "pictures" / "images").exists()
 
 
+@pytest.mark.parametrize("name", ["figure 1.png", "фиг+1.png", "a%20b.png", "x=1&y (2).png"])
+def test_a_key_is_asked_for_as_it_is_written(endpoint: str, stage: Stage, name: str) -> None:
+    """opensearch-project/data-prepper#1923, generalui/s3p#53: spaces, plus signs and percent signs in keys."""
+    client = boto3.client("s3", endpoint_url=endpoint)
+    client.put_object(Bucket="data", Key=f"odd/{name}", Body=png((32, 32), (7, 7, 7)))
+    row = {"id": "r", "split": "train", "problem": "<image>x", "answer": 1, "images": [name]}
+    client.put_object(Bucket="data", Key="odd/problems.jsonl", Body=json.dumps(row).encode())
+    images = ImagesParams(s3_endpoint_url=endpoint)
+    params = DataParams(source="geo3k", path="s3://data/odd")
+    source = load_source(params, images, seed=0, work_dir=stage.root / "work")
+    RawWriter(
+        stage.root / "raw", source, params, None, parse_answer=str.strip, on_row=lambda: None
+    ).write()
+    assert stage.finish(stage.job(s3_endpoint_url=endpoint)).kept == ["r"]
+
+
+def test_objects_whose_keys_differ_behind_a_sign_of_urls_are_different_pictures(
+    endpoint: str, stage: Stage
+) -> None:
+    """S3 keys may hold ? and #, which are no query and no fragment there."""
+    client = boto3.client("s3", endpoint_url=endpoint)
+    keys = ["odd/a#1.png", "odd/a#2.png", "odd/a?token=1.png", "odd/a?token=2.png"]
+    for shade, key in enumerate(keys):
+        client.put_object(Bucket="data", Key=key, Body=png((32, 32), (shade, 0, 0)))
+    sources = {key: f"s3://data/{key}" for key in keys}
+    done = stage.run(sources, s3_endpoint_url=endpoint)
+    stored = {str(row["images"]) for row in done.rows}
+    assert (done.kept, len(stored)) == (keys, len(keys))
+
+
 def test_a_missing_bucket_stops_the_run_and_loses_nothing(endpoint: str, stage: Stage) -> None:
     good = {f"r{i}": f"s3://data/geo/images/{i}.png" for i in range(3)}
     first = stage.run(good, s3_endpoint_url=endpoint)

@@ -83,6 +83,8 @@ def _forms(data: bytes) -> dict[str, str]:
         "mime jpg": f"data:image/jpg;base64,{text}",
         "no mime": f"data:;base64,{text}",
         "parameters": f"data:image/png;name=a.png;base64,{text}",
+        "space": f"data:image/png; base64,{text}",
+        "parameters after": f"data:image/png;base64;name=a.png,{text}",
         "not base64": "data:image/png," + "".join(f"%{byte:02x}" for byte in data),
     }
 
