@@ -168,14 +168,27 @@ def head_differs(directory: Path) -> bool:
 
 
 def _files(directory: Path) -> list[Path]:
-    index = directory / INDEX
-    if not index.is_file():
-        return [directory / SINGLE]
+    """The files that hold the tensors; with others beside them, libraries and engines read different ones."""
+    names = _named(directory) or [SINGLE]
+    stray = {path.name for path in directory.glob("model*.safetensors")} - set(names)
+    if stray:
+        told = f"not named by {INDEX}" if (directory / INDEX).is_file() else f"beside {SINGLE}"
+        raise WeightsError(
+            f"{', '.join(sorted(stray)[:_SHOWN])} lie there {told}: of an earlier save? Some programs would read them "
+            "instead; remove what is not the model's"
+        )
+    return [directory / name for name in names]
+
+
+def _named(directory: Path) -> list[str]:
+    """The files that the index names, if there is one."""
+    if not (index := directory / INDEX).is_file():
+        return []
     try:
         names = {str(Path(name)) for name in json.loads(index.read_text())["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{INDEX} cannot be read: {type(error).__name__}: {error}") from None
-    return [directory / name for name in sorted(names)]
+    return sorted(names)
 
 
 # -- writing --------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from transformers.processing_utils import ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from polyturn import attention, deepstack, hf_weights
-from polyturn.checkout import from_checkout
 from polyturn.hf_weights import WeightsError
 from polyturn.params import ModelParams
 from polyturn.processor import (
@@ -103,6 +102,7 @@ def family_of(model: PreTrainedModel, processor: Processor) -> Family:
         )
     vision = model.config.vision_config
     _check_agreement(model, processor, cast("int", ids[IMAGE_PAD]))
+    _check_rows(model, tokenizer)
     end_of_turn = cast("int", ids[END_OF_TURN])
     padding = tokenizer.pad_token_id
     return Family(
@@ -133,6 +133,17 @@ def _check_agreement(model: PreTrainedModel, processor: Processor, image_pad: in
         raise ModelError(
             f"model.path: config.json differs from tokenizer and image processor: {'; '.join(told)}; the files are of "
             "different models"
+        )
+
+
+def _check_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Every token has a row of the embedding; there may be more rows."""
+    num_rows = model.config.text_config.vocab_size
+    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if last >= num_rows:
+        raise ModelError(
+            f"model.path: the tokenizer has token {token!r} with id {last}, but the embedding {num_rows} rows; was it "
+            "added without resizing the embedding?"
         )
 
 
@@ -237,65 +248,6 @@ def wrap(model: PreTrainedModel, processor: ProcessorMixin) -> Policy:
     return Policy(model.eval(), usable, family_of(model, usable))
 
 
-def resolve(params: ModelParams, download_dir: Path) -> tuple[Path, str | None]:
-    """The local directory of `model.path` and, for a hub id, the resolved commit hash.
-
-    A directory is used as it is; s3:// is downloaded with boto3 and a hub id with huggingface_hub, both to
-    `download_dir`, safetensors and text files only.
-
-    Raises:
-        ModelError: nothing is there, or the hub cannot be reached.
-    """
-    path = cast("str", params.path)
-    if path.startswith("s3://"):
-        return _download_s3(path, download_dir), None
-    if (directory := from_checkout(path)).is_dir():
-        return directory, None
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ModelError(
-            f"model.path: directory {path} does not exist; name a Hugging Face directory, hub id "
-            "or s3:// URI, or null to build the small model"
-        )
-    from huggingface_hub import snapshot_download  # noqa: PLC0415  (only hub ids need it)
-    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
-
-    try:
-        snapshot = snapshot_download(
-            path,
-            revision=params.revision,
-            cache_dir=download_dir,
-            allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"],
-        )
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelError(
-            f"model.path: {path} is no directory here and the hub did not deliver it "
-            f"({type(error).__name__}); check the id, model.revision and the network"
-        ) from None
-    return Path(snapshot), Path(snapshot).name
-
-
-def _download_s3(uri: str, download_dir: Path) -> Path:
-    import boto3  # noqa: PLC0415  (only s3:// paths need it)
-    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
-
-    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    target = download_dir / hashlib.sha256(uri.encode()).hexdigest()[:16]
-    client = boto3.client("s3")
-    prefix = prefix.rstrip("/") + "/"
-    try:
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        keys = [item["Key"] for page in pages for item in page.get("Contents", [])]
-        for key in keys:
-            file = target / key.removeprefix(prefix)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            client.download_file(bucket, key, str(file))
-    except (BotoCoreError, ClientError) as error:
-        raise ModelError(f"model.path: {uri} cannot be read: {error}") from None
-    if not keys:
-        raise ModelError(f"model.path: nothing lies under {uri}")
-    return target
-
-
 def save(
     policy: Policy,
     directory: Path,
@@ -362,7 +314,9 @@ def _for_files(
 def _save_config(model: PreTrainedModel, directory: Path, dtype: torch.dtype | None) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [MODEL_CLASSES[config.model_type].__name__]
-    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    for part in (config, config.text_config, config.vision_config):
+        if part is config or part.dtype is not None:  # engines read the parts' own first
+            part.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.save_pretrained(directory)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
-from polyturn import data, layout, model, small_model
+from polyturn import data, layout, model, model_source, small_model
 from polyturn.corpus import corpus
 from polyturn.data.files import write_jsonl
 from polyturn.envs.base import load_object, prompt_tools
@@ -76,7 +76,7 @@ def _policy(
         )
         processor = small_model.build_processor(small, tokenizer)
         return model.wrap(network, processor), {"path": "built here", "revision": None}
-    directory, revision = model.resolve(params.model, work_dir)
+    directory, revision = model_source.resolve(params.model, work_dir)
     return model.load(params.model, directory), {"path": params.model.path, "revision": revision}
 
 

@@ -265,6 +265,19 @@ def test_files_have_the_dtype_that_is_asked_for(policy: Policy, tmp_path: Path) 
         assert torch.equal(loaded[name], tensor.to(torch.bfloat16))
 
 
+def test_the_config_says_the_dtype_of_the_files_in_every_part(
+    policy: Policy, tmp_path: Path
+) -> None:
+    """LlamaFactory #7401: bfloat16 files, whose vision_config said float32, could not be served."""
+    model.save(policy, tmp_path / "base")
+    loaded = model.load(ModelParams(), tmp_path / "base")
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (None, "float32")):
+        model.save(loaded, tmp_path / "saved", dtype=dtype)
+        config = json.loads((tmp_path / "saved" / "config.json").read_text())
+        parts = (config, config["text_config"], config["vision_config"])
+        assert [part["dtype"] for part in parts] == [name] * 3
+
+
 def test_any_program_can_load_what_was_saved(policy: Policy, tmp_path: Path) -> None:
     """from_pretrained alone, in one file or in shards with an index."""
     for limit in (10**9, 100_000):
@@ -430,6 +443,40 @@ def test_a_tokenizer_without_a_padding_token_pads_with_the_end_token(
     assert family.padding_id == family.end_of_turn_id
 
 
+def test_a_token_that_the_embedding_has_no_row_for_is_named(policy: Policy, tmp_path: Path) -> None:
+    """transformers #12763: "index out of range in self", once a text has it; llama-cookbook #189: on a GPU, anything."""
+    model.save(policy, tmp_path / "saved")
+    path = tmp_path / "saved" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    added = content["added_tokens"]
+    number = 1 + max(token["id"] for token in added)
+    for index in range(number, policy.model.config.text_config.vocab_size + 1):
+        added.append({**added[-1], "id": index, "content": f"<|new_{index}|>"})
+    path.write_text(json.dumps(content))
+    said = r"model.path: the tokenizer has token '<\|new_448\|>' with id 448, but the embedding 448 rows"
+    with pytest.raises(ModelError, match=said):
+        model.load(ModelParams(), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("limit", [10**9, 100_000])
+def test_weights_of_an_earlier_save_are_not_read_beside_the_models_own(
+    policy: Policy, tmp_path: Path, limit: int
+) -> None:
+    """mlx-vlm #1464: the library reads model.safetensors, an engine the shards of the index, and they differ."""
+    saved = tmp_path / "saved"
+    model.save(policy, tmp_path / "other", max_shard_bytes=10**9 + 100_000 - limit)
+    model.save(policy, saved, max_shard_bytes=limit)
+    strays = list((tmp_path / "other").glob("model*.safetensors"))
+    for path in strays:
+        path.rename(saved / path.name)
+    with pytest.raises(
+        ModelError, match=rf"{strays[0].name.replace('00001', '0000.')}.* of an earlier save"
+    ):
+        model.load(ModelParams(), saved)
+    with pytest.raises(ModelError, match="of an earlier save"):
+        model.saved_digest(ModelParams(), saved)
+
+
 def test_half_a_weights_file_is_refused(policy: Policy, tmp_path: Path) -> None:
     model.save(policy, tmp_path / "saved")
     path = tmp_path / "saved" / "model.safetensors"
@@ -447,13 +494,6 @@ def test_tensors_of_another_size_are_refused(policy: Policy, tmp_path: Path) -> 
     (tmp_path / "saved" / hf_weights.MANIFEST).unlink()
     with pytest.raises(ModelError, match=r"model.path: .*norm.weight"):
         model.load(ModelParams(), tmp_path / "saved")
-
-
-def test_a_path_that_is_nothing_is_refused(tmp_path: Path) -> None:
-    for path in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):
-        with pytest.raises(ModelError, match=r"model.path: directory .* does not exist"):
-            model.resolve(ModelParams(path=path), tmp_path)
-    assert model.resolve(ModelParams(path=str(tmp_path)), tmp_path) == (tmp_path, None)
 
 
 def test_digest_is_over_names_shapes_types_and_bytes() -> None:
