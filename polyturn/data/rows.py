@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import cast
 
 import numpy as np
@@ -21,6 +22,8 @@ from polyturn.types import Json
 IMAGE_TAG = "<image>"
 _IMAGE_COLUMNS = ("image", "images", "img", "picture", "pictures")
 ROLES = ("system", "user", "assistant")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_PICTURE_KEYS = ("image", "image_url", "url", "path", "bytes")
 ImageSource = (
     str | Embedded
 )  # a URL, data URI or path as written in the dataset; or the picture itself
@@ -67,8 +70,9 @@ def parse_row(
         raise RowError("bad_row", f"a row must be a mapping of columns, got {type(raw).__name__}")
     row = cast("Mapping[str, object]", raw)
     images: list[ImageSource] = []
-    if row.get(params.images_key) is not None:
-        images = _image_list(row[params.images_key], f"embedded/{split}/{index:06d}")
+    given = _column(row, params.images_key)
+    if given is not None:
+        images = _image_list(given, f"embedded/{split}/{index:06d}")
     turns, images = _prompt(row, params, images, f"embedded/{split}/{index:06d}")
     if not images:
         _check_unnamed(row, params)
@@ -83,6 +87,18 @@ def parse_row(
         metadata={key: _json(plain(value)) for key, value in row.items() if key not in used},
         is_tag_added=is_tag_added,
     )
+
+
+def _column(row: Mapping[str, object], key: str) -> object:
+    """A column, or with a.b the field b of the struct in column a; None where there is none."""
+    value: object = row
+    for name in [key] if key in row else key.split("."):
+        value = (
+            plain(cast("Mapping[str, object]", value).get(name))
+            if isinstance(value, Mapping)
+            else None
+        )
+    return value
 
 
 def _check_unnamed(row: Mapping[str, object], params: DataParams) -> None:
@@ -115,7 +131,7 @@ def _image(value: object, name: str) -> ImageSource:
     if isinstance(value, Mapping):
         struct = cast("Mapping[str, object]", value)
         for key in ("bytes", "url", "path"):
-            if struct.get(key) is not None:
+            if struct.get(key) not in (None, b""):
                 return _image(struct[key], name)
         raise RowError(
             "bad_image", f"an image struct needs bytes, url or path, got keys {sorted(struct)}"
@@ -143,13 +159,14 @@ def _prompt(
     row: Mapping[str, object], params: DataParams, images: list[ImageSource], name: str
 ) -> tuple[Turns, list[ImageSource]]:
     """Turns with tags, and the pictures in the order of their tags."""
-    value = plain(row.get(params.problem_key))
+    value = _column(row, params.problem_key)
     if value is None or (isinstance(value, str | list) and not value):
         raise RowError(
             "missing_problem", f"column {params.problem_key!r} is empty; the row has {sorted(row)}"
         )
     is_chat = isinstance(value, list) and all(
-        isinstance(item, Mapping) and "role" in item for item in cast("list[object]", value)
+        isinstance(item, Mapping) and ("role" in item or "from" in item)
+        for item in cast("list[object]", value)
     )
     messages = (
         cast("list[Mapping[str, object]]", value)
@@ -158,7 +175,10 @@ def _prompt(
     )
     own: list[ImageSource | None] = []
     turns = tuple(
-        (_role(message), _content(message.get("content"), own, f"{name}_part"))
+        (
+            _role(message),
+            _content(message.get("content", message.get("value")), own, f"{name}_part"),
+        )
         for message in messages
     )
     if turns[-1][0] != "user":
@@ -171,7 +191,8 @@ def _prompt(
 
 
 def _role(message: Mapping[str, object]) -> str:
-    role = message.get("role")
+    role = message.get("role", message.get("from"))  # ShareGPT: {"from": "human", "value": ...}
+    role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise RowError("bad_role", f"role {role!r} is none of {', '.join(ROLES)}")
     return str(role)
@@ -202,6 +223,11 @@ def _part(value: object, own: list[ImageSource | None], name: str) -> str:
         )
     # Arrow fills the keys that other parts of the column have with None.
     part = {k: v for k, v in cast("Mapping[str, object]", value).items() if v is not None}
+    given = [part[key] for key in _PICTURE_KEYS if key in part]
+    if "type" not in part and "text" not in part and not given:
+        raise RowError(
+            "bad_content", f"a content part has neither text nor image, got keys {sorted(part)}"
+        )
     kind = part.get("type", "text" if "text" in part else "image")
     if kind == "text":
         if not isinstance(part.get("text"), str):
@@ -211,7 +237,6 @@ def _part(value: object, own: list[ImageSource | None], name: str) -> str:
         raise RowError(
             "unsupported_media", f"content part of type {kind!r}; text and image are known"
         )
-    given = [part[key] for key in ("image", "image_url", "url", "path", "bytes") if key in part]
     own.append(_image(given[0], name) if given else None)
     return IMAGE_TAG
 
@@ -242,7 +267,7 @@ def _check_tags(turns: Turns, num_images: int, *, add_tag: bool) -> tuple[Turns,
 
 
 def _answer(row: Mapping[str, object], key: str, parse_answer: Callable[[str], str]) -> str:
-    value = plain(row.get(key))
+    value = _column(row, key)
     if isinstance(value, list):
         values = cast("list[object]", value)
         if len(values) > 1:
@@ -250,19 +275,31 @@ def _answer(row: Mapping[str, object], key: str, parse_answer: Callable[[str], s
         value = plain(values[0]) if values else None
     if value is None or (isinstance(value, str) and not value.strip()):
         raise RowError("missing_answer", f"column {key!r} is empty; the row has {sorted(row)}")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise RowError(
             "bad_answer", f"column {key!r} must be text or a number, got {type(value).__name__}"
         )
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise RowError("bad_answer", f"column {key!r} must be finite, got {value}")
-        value = int(value) if value.is_integer() else value
     try:
-        answer = parse_answer(str(value))
+        answer = parse_answer(value if isinstance(value, str) else _number_text(value))
     except ValueError as error:
         raise RowError("bad_answer", str(error)) from None
     return answer
+
+
+def _number_text(value: int | float | Decimal) -> str:
+    """A number as its column was written: 3.0 is 3, and 0.1 of 32 bits is 0.1 and not 0.10000000149011612.
+
+    Raises:
+        ValueError: it is infinite or no number.
+    """
+    if not math.isfinite(value):
+        raise ValueError(f"a label must be finite, got {value}")
+    if not isinstance(value, float):
+        return str(value)
+    if value.is_integer():
+        return str(int(value))
+    narrow = np.float32(value)
+    return str(narrow if float(narrow) == value else value)
 
 
 def _json(value: object) -> Json:

@@ -49,7 +49,7 @@ class DataParams(Section):
     problem_key: str = (
         "problem"  # column of the prompt: text with <image> tags, typed parts or messages
     )
-    answer_key: str = "answer"  # column of the reference answer
+    answer_key: str = "answer"  # column of the reference answer; a.b is the field b of a struct
     images_key: str = "images"  # column of the pictures: one or a list
     on_bad_line: Literal["set_aside", "stop"] = "set_aside"  # a line of a .jsonl that is no JSON
     add_image_tag: bool = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -241,6 +242,35 @@ def test_parts_with_and_without_a_source_of_their_own_keep_their_order() -> None
     assert _reason(_row(parts, [URL, OTHER])).reason == "image_count"
 
 
+def test_conversations_of_sharegpt_are_messages() -> None:
+    """NVIDIA-NeMo/Automodel#2375, axolotl-ai-cloud/axolotl#752: they were taken for pictures, and the question lost."""
+    conversation = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "<image>What is it?"},
+        {"from": "assistant", "value": "A circle."},
+        {"from": "human", "value": "Find $x$."},
+    ]
+    row = _parse(_row(conversation))
+    assert row.problem == (
+        ("system", "Be brief."),
+        ("user", "<image>What is it?"),
+        ("assistant", "A circle."),
+        ("user", "Find $x$."),
+    )
+    answered = [*conversation, {"from": "gpt", "value": "7"}]
+    assert _reason(_row(answered)).reason == "bad_role"
+    assert _reason(_row([{"from": "observation", "value": "x"}])).reason == "bad_role"
+
+
+def test_a_part_without_text_or_picture_is_no_picture() -> None:
+    assert _reason(_row([{"value": "<image>x"}])).reason == "bad_content"
+    assert _parse(_row([{"type": "image"}, "x"])).problem == "<image>x"
+
+
+def test_empty_bytes_beside_a_path_are_no_picture() -> None:
+    assert _parse(_row(images=[{"bytes": b"", "path": "a.png"}])).images == ("a.png",)
+
+
 @pytest.mark.parametrize("kind", ["video", "audio", "input_audio"])
 def test_other_media_are_named(kind: str) -> None:
     assert _reason(_row([{"type": kind, kind: "a.mp4"}], None)).reason == "unsupported_media"
@@ -285,6 +315,32 @@ def test_a_label_of_zero_is_a_label(label: object) -> None:
 )
 def test_labels_become_text(label: object, answer: str) -> None:
     assert _parse(_row(answer=label)).answer == answer
+
+
+@pytest.mark.parametrize("written", ["0.1", "15.3", "-2.45", "1234.5", "7"])
+def test_a_label_is_as_its_column_was_written_whatever_the_type_of_the_column(written: str) -> None:
+    """0.1 of 32 bits is 0.10000000149011612 in 64: a label that no answer equals."""
+    for label in (
+        pa.array([float(written)], pa.float32()).to_pylist()[0],
+        np.float32(written),
+        float(written),
+        pa.array([Decimal(written)], pa.decimal128(9, 2)).to_pylist()[0],
+    ):
+        answer = _parse(_row(answer=label)).answer
+        assert answer.rstrip("0").rstrip(".") == written, label
+
+
+def test_a_label_may_stand_in_a_struct() -> None:
+    """verl-project/verl#2417: rows prepared for verl."""
+    row = {
+        "prompt": [{"role": "user", "content": "<image>Find $x$."}],
+        "images": [{"bytes": png(), "path": None}],
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+    }
+    keys = {"problem_key": "prompt", "answer_key": "reward_model.ground_truth"}
+    assert _parse(row, **keys).answer == "72"
+    assert _parse({**_row(), "a.b": "3"}, answer_key="a.b").answer == "3"
+    assert _reason({**row, "reward_model": None}, **keys).reason == "missing_answer"
 
 
 @pytest.mark.parametrize(
