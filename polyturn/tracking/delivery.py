@@ -16,7 +16,7 @@ from requests import RequestException
 
 from polyturn.interrupts import held_back
 from polyturn.tracking.outbox import PATH, AwayError, Record
-from polyturn.tracking.store import Store, TrackingError, first_line
+from polyturn.tracking.store import Store, TrackingError, first_line, is_locked
 from polyturn.types import Json
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def speaking(store: Store) -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
+        if store.addresses.database and is_locked(error):
+            raise AwayTrackingError(f"tracking.uri {uri!r} is locked by another program") from None
         if store.addresses.database is None and is_away(error):
             raise AwayTrackingError(
                 f"tracking.uri {uri!r} does not answer ({first_line(error)})"

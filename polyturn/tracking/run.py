@@ -20,6 +20,7 @@ from polyturn.params import TrackingParams
 from polyturn.tracking.delivery import deliver, patiently, speaking
 from polyturn.tracking.environment import Environment, capture
 from polyturn.tracking.monitor import monitored
+from polyturn.tracking.names import accepted, measured, shortened
 from polyturn.tracking.orphans import close_orphans
 from polyturn.tracking.outbox import Outbox, Record, leftovers
 from polyturn.tracking.record import log_environment, start_tags
@@ -41,8 +42,8 @@ class Run:
     """An open MLflow run.
 
     What is logged while the server is away waits in the run's outbox and gets there later; a server that refuses
-    raises TrackingError. Secrets in params, tags and text are taken out. MLflow allows no `@` in names: `pass@4` is
-    written as `pass_at_4`.
+    raises TrackingError. Secrets in params, tags and text are taken out. Names are written as MLflow accepts them:
+    `pass@4` as `pass_at_4` (polyturn.tracking.names).
     """
 
     def __init__(self, store: Store, run_id: str, artifact_uri: str) -> None:
@@ -51,6 +52,7 @@ class Run:
         self.artifact_uri = artifact_uri
         self.outbox = Outbox(store.outbox, store.addresses.uri, run_id, partial(deliver, store))
         self._num_redacted = 0
+        self._infinite: set[str] = set()  # metrics that were told of
 
     @property
     def url(self) -> str:
@@ -73,7 +75,9 @@ class Run:
     def log_params(self, params: Mapping[str, object] | BaseModel) -> None:
         """Log parameters; nested ones by dotted name, lists as JSON."""
         tree = params.model_dump(mode="json") if isinstance(params, BaseModel) else params
-        flat = {_name(k): self._clean(v)[:_MAX_PARAM] for k, v in flatten(tree).items()}
+        flat = {
+            accepted(k): shortened(self._clean(v), _MAX_PARAM) for k, v in flatten(tree).items()
+        }
         self.post({"kind": "params", "items": flat})
 
     def log_metrics(
@@ -83,7 +87,8 @@ class Run:
         *,
         at_ms: int | None = None,
     ) -> None:
-        """Log all metrics of one step in one call; None and NaN (no measurement) are left out.
+        """Log all metrics of one step in one call; None and NaN (no measurement) are left out, as are infinite ones, with
+        a warning: a database holds the largest finite number in their place.
 
         `at_ms` is when the step was finished (Unix time; None: now). MLflow keeps one point of a name for equal
         step, time and value, so that a step sent twice stands in the history once.
@@ -99,11 +104,11 @@ class Run:
     ) -> Record:
         """What `log_metrics` posts."""
         now = int(time.time() * 1000) if at_ms is None else at_ms
-        shown = {
-            _name(key): float(value)
-            for key, value in metrics.items()
-            if value is not None and not math.isnan(value)
-        }
+        values = measured(metrics)
+        shown = {key: value for key, value in values.items() if math.isfinite(value)}
+        if new := values.keys() - shown.keys() - self._infinite:
+            self._infinite |= new
+            logger.warning("step %s: %s is infinite; MLflow does not get such values", step, ", ".join(sorted(new)))  # fmt: skip
         return {"kind": "metrics", "items": shown, "at_ms": now, "step": step or 0}
 
     def log_artifact(self, path: Path, directory: str | None = None) -> None:
@@ -121,7 +126,10 @@ class Run:
 
     def set_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags; values are shown as text, cut at MLflow's limit."""
-        items = {_name(key): self._clean(str(value))[:_MAX_TAG] for key, value in tags.items()}
+        items = {
+            accepted(key): shortened(self._clean(str(value)), _MAX_TAG)
+            for key, value in tags.items()
+        }
         self.post({"kind": "tags", "items": items})
 
     def log_dataset(self, name: str, path: Path | str, digest: str) -> None:
@@ -257,10 +265,6 @@ def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, str]:
         else:
             flat[name] = json.dumps(value, default=str)
     return flat
-
-
-def _name(key: str) -> str:
-    return key.replace("@", "_at_")
 
 
 def _end_after(run: Run, error: BaseException, wait_s: float) -> None:

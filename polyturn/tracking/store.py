@@ -29,6 +29,8 @@ from polyturn.tracking import relocate, s3
 logger = logging.getLogger(__name__)
 # It tells of every attempt to reach a server that is away; so do we, once.
 logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+# The same of a database, with a traceback.
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 URI_VARIABLE = "POLYTURN_TRACKING_URI"
 ARTIFACTS_VARIABLE = "POLYTURN_ARTIFACT_LOCATION"
@@ -154,7 +156,8 @@ def _open(addresses: Addresses, experiment: str, outbox: Path) -> tuple[Store, s
         _follow_a_move(addresses, str(found.artifact_location))
     except (MlflowException, SQLAlchemyError, OSError) as error:
         is_away = isinstance(error, MlflowException) and error.get_http_status_code() >= 500
-        kind = SilentServerError if is_away and addresses.database is None else TrackingError
+        is_silent = is_locked(error) if addresses.database else is_away
+        kind = SilentServerError if is_silent else TrackingError
         raise kind(
             f"tracking.uri {addresses.uri!r} cannot be used ({first_line(error)}); "
             "check the address, or set tracking.uri: sqlite:///mlflow.db"
@@ -224,8 +227,19 @@ def store_lock(addresses: Addresses) -> Iterator[None]:
             f"tracking.uri {addresses.uri!r} cannot be written ({error}); name a writable path"
         ) from None
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise TrackingError(
+                f"tracking.uri {addresses.uri!r} lies where files cannot be locked ({error}), as on some network file "
+                "systems, where SQLite loses data; name a path on a local disk, or a server"
+            ) from None
         yield
+
+
+def is_locked(error: BaseException) -> bool:
+    """Whether another program holds a SQLite file (a backup, a viewer, a slow disk), longer than MLflow has waited."""
+    return "database is locked" in str(error)
 
 
 def check_server(uri: str, timeout_s: float) -> None:

@@ -3,21 +3,26 @@
 PIPE-05 (two first users), PIPE-07 (project moved), PIPE-10 (bucket without credentials), PIPE-12 (half of them).
 """
 
+import errno
+import fcntl
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
 from polyturn import layout
 from polyturn.params import Params, RegistryParams, TrackingParams
@@ -25,7 +30,7 @@ from polyturn.pictures import Pictures
 from polyturn.report.data import read_run
 from polyturn.tracking import TrackingError, open_run
 from polyturn.tracking.fetch_model import fetch_model
-from polyturn.tracking.store import connect, resolve
+from polyturn.tracking.store import SilentServerError, connect, resolve
 from polyturn.tracking.traces import log_trajectories
 from tests.unit.fake_run import make_run
 from tests.unit.tracking.scored import candidate, submit
@@ -191,6 +196,53 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path):
     )
     with pytest.raises(TrackingError, match=r"tracking\.uri 'sqlite:///.*cannot be used"):
         connect(TrackingParams(), tmp_path)
+
+
+@pytest.fixture
+def short_patience() -> Iterator[None]:
+    """MLflow waits 20 s for a locked SQLite file; here 0.2 s."""
+
+    def shorten(conn, cursor, statement, parameters, context, executemany):
+        return statement.replace("busy_timeout = 20000", "busy_timeout = 200"), parameters
+
+    event.listen(Engine, "before_cursor_execute", shorten, retval=True)
+    yield
+    event.remove(Engine, "before_cursor_execute", shorten)
+
+
+@contextmanager
+def locked(database: Path) -> Iterator[None]:
+    with closing(sqlite3.connect(database, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield
+        other.execute("COMMIT")
+
+
+@pytest.mark.usefixtures("short_patience")
+def test_a_locked_database_is_waited_for_and_costs_no_step(project: Path):
+    """mlflow/mlflow#6490: `database is locked`, by a backup, a viewer or another run."""
+    with open_run(TrackingParams(system_metrics_s=0), root=project, name="train") as run:
+        with locked(project / "mlflow.db"):
+            for step in (1, 2):
+                run.log_metrics({"loss": 1 / step}, step)
+            assert run.outbox.is_waiting
+            with pytest.raises(SilentServerError, match="database is locked"):
+                connect(TrackingParams(), project)
+        assert run.outbox.wait(10)
+    history = run.store.client.get_metric_history(run.run_id, "loss")
+    assert [(m.step, m.value) for m in history] == [(1, 1.0), (2, 0.5)]
+    assert run.store.client.get_run(run.run_id).info.status == "FINISHED"
+
+
+def test_a_place_without_file_locks_is_named(project: Path, monkeypatch: pytest.MonkeyPatch):
+    """A network file system without a lock daemon: `No locks available`."""
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(TrackingError, match=r"No locks available.*a path on a local disk"):
+        connect(TrackingParams(), project)
 
 
 def test_an_unwritable_place_is_named(tmp_path: Path):
