@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -16,6 +17,30 @@ ObjectPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, and an unknown key is an error."""
+    """Base of all sections: immutable; an unknown key is an error, and so is a truth value where a number belongs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number(cls, value: object, info: ValidationInfo) -> object:
+        """Python would take true for 1; of `keep_checkpoints: yes` the person who wrote it meant something else."""
+        types = _types(cls.model_fields[str(info.field_name)].annotation)
+        if types & {int, float} and not types & {bool, object} and _has_truth_value(value):
+            raise ValueError("must be a number, not a truth value (YAML reads yes and on as true)")
+        return value
+
+
+def _types(annotation: object) -> set[object]:
+    """What an annotation is made of; a literal value counts as its type."""
+    if parts := get_args(annotation):
+        return set[object]().union(*(_types(part) for part in parts))
+    return {type(annotation) if isinstance(annotation, int | str) else annotation}
+
+
+def _has_truth_value(value: object) -> bool:
+    if isinstance(value, Mapping):
+        value = [*cast("Mapping[object, object]", value).values()]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return any(_has_truth_value(item) for item in cast("Sequence[object]", value))
+    return isinstance(value, bool)

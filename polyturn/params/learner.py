@@ -83,6 +83,15 @@ class LearnerParams(Section):
     old_logprobs: Literal["sampler", "learner"] = "sampler"
 
     @model_validator(mode="after")
+    def _schedule(self) -> LearnerParams:
+        if self.schedule != "constant" and self.warmup_steps >= self.decay_steps:
+            raise ValueError(
+                f"warmup_steps must be below decay_steps, which is {self.decay_steps}, or the rate has fallen before it has "
+                f"risen, got {self.warmup_steps}; raise decay_steps, lower warmup_steps, or set schedule to constant"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _vision_adapters(self) -> LearnerParams:
         if self.freeze_vision and self.lora is not None and self.lora.vision_modules:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from polyturn.params.fields import (
     NonNegativeInt,
@@ -50,3 +50,12 @@ class ModelParams(Section):
     max_positions: PositiveInt = 4096  # of the small model's rotary embedding
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are set aside by data.fit()
     small: SmallModelParams = SmallModelParams()
+
+    @model_validator(mode="after")
+    def _revision(self) -> ModelParams:
+        if self.revision is not None and (self.path is None or "://" in self.path):
+            raise ValueError(
+                f"revision {self.revision!r} pins a commit of a hub id, and path is {self.path}; set it to null, or path to "
+                "the hub id"
+            )
+        return self

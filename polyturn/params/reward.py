@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from polyturn.params.fields import (
     Fraction,
@@ -43,13 +43,23 @@ class OverlongParams(Section):
 class RewardParams(Section):
     """What a finished trajectory is worth."""
 
-    terms: tuple[RewardTermParams, ...] = (RewardTermParams(term="polyturn.reward:correctness"),)
+    terms: Annotated[tuple[RewardTermParams, ...], Field(min_length=1)] = (
+        RewardTermParams(term="polyturn.reward:correctness"),
+    )
     rounding: Literal["reference", "strict"] = "reference"
     tolerance: NonNegativeFloat = 0.0  # relative
     timeout_s: PositiveFloat = 2.0  # of one symbolic comparison
     needs_box: bool = False  # an answer outside of \boxed{} or <answer> counts as none
     max_failure_fraction: Fraction = 0.05  # of a step's trajectories; above it the step stops
     overlong: OverlongParams | None = None  # for the term polyturn.reward:soft_overlong_punishment
+
+    @model_validator(mode="after")
+    def _weights(self) -> RewardParams:
+        if not any(term.weight for term in self.terms):
+            raise ValueError(
+                "terms all have weight 0, so that every reward is 0 and nothing is learnt; give one of them another weight"
+            )
+        return self
 
     @model_validator(mode="after")
     def _overlong(self) -> RewardParams:

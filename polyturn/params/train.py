@@ -98,6 +98,16 @@ class TrainParams(Section):
     debug: DebugParams = DebugParams()
 
     @model_validator(mode="after")
+    def _gap_rule(self) -> TrainParams:
+        limit = self.stop.max_logprob_gap
+        if limit is not None and limit >= self.max_logprob_gap:
+            raise ValueError(
+                f"stop.max_logprob_gap {limit} never ends a run, since one fails above max_logprob_gap "
+                f"{self.max_logprob_gap}; lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _dumped_step(self) -> TrainParams:
         step = self.debug.dump_step
         if step is not None and step >= self.steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -37,6 +38,12 @@ def test_params_yaml_of_the_checkout_is_valid(root: Path) -> None:
         ({"warmstart": {"betas": [1, 0.9]}}, "warmstart.betas.0: Input should be less than 1, got 1"),
         ({"train": {"steps": 5, "debug": {"dump_step": 5}}}, "debug.dump_step 5 is no step of a run of 5"),
         ({"data": {"synthetic": {"min_value": 7}}}, "max_value 6 is below min_value 7"),
+        ({"learner": {"warmup_steps": 50}}, "warmup_steps must be below decay_steps, which is 40"),
+        ({"reward": {"terms": []}}, "reward.terms: Tuple should have at least 1 item"),
+        ({"reward": {"terms": [{"term": "a:b", "weight": 0}]}}, "terms all have weight 0"),
+        ({"train": {"stop": {"max_logprob_gap": 0.5}}}, "stop.max_logprob_gap 0.5 never ends a run"),
+        ({"model": {"revision": "main"}}, "revision 'main' pins a commit of a hub id, and path is None"),
+        ({"model": {"path": "s3://b/m", "revision": "main"}}, "and path is s3://b/m; set it to null"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named(tree: dict[str, object], message: str) -> None:
@@ -45,6 +52,48 @@ def test_a_mistake_is_named(tree: dict[str, object], message: str) -> None:
     (line,) = str(caught.value).splitlines()
     assert line.startswith("params.yaml: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed: true",
+        "train: {keep_checkpoints: yes}",
+        "train: {async_steps: on}",
+        "train: {stop: {plateau_evals: true}}",
+        "learner: {lr: true}",
+        "learner: {betas: [false, 0.9]}",
+        "learner: {lora: {alpha: yes}}",
+        "loss: {kl_coef: no}",
+        "reward: {terms: [{term: 'a:b', weight: true}]}",
+        "warmstart: {phases: [{name: a, mix: {b: yes}, lr: 1.0e-3, max_steps: 1}]}",
+        "warmstart: {example_params: {zoom: on}}",
+    ],
+)
+def test_a_truth_value_is_no_number(text: str) -> None:
+    """omnigent #1069: true was taken for 1, and false for 0."""
+    with pytest.raises(ParamsError, match="must be a number, not a truth value"):
+        params.parse(cast("params_tree.Tree", params_tree.parse_yaml(text)))
+
+
+def test_truth_values_stay_where_they_belong() -> None:
+    """In keys that are on or off, and in what is handed to somebody's own code."""
+    tree = {"env": {"params": {"a": True}}, "learner": {"offload": True, "lora": None}}
+    parsed = params.parse(tree)
+    assert parsed.learner.offload
+    assert parsed.env.params == {"a": True}
+
+
+def test_a_number_may_be_written_as_yaml_1_1_reads_it() -> None:
+    """h2o-llmstudio #699: YAML 1.1 takes 1e-5, without a point, for a text."""
+    tree = cast("params_tree.Tree", params_tree.parse_yaml("learner: {lr: 1e-5}"))
+    assert tree == {"learner": {"lr": "1e-5"}}
+    assert params.parse(tree).learner.lr == 1e-5
+
+
+def test_a_constant_rate_may_rise_for_as_long_as_it_likes() -> None:
+    parsed = params.parse({"learner": {"schedule": "constant", "warmup_steps": 50}})
+    assert parsed.learner.warmup_steps == 50
 
 
 def test_several_mistakes_are_told_at_once_a_line_each() -> None:
