@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyturn import cli_pipeline, cli_registry, login
+from polyturn import cli_pipeline, cli_registry, environment, login
 
 _POLICY = "artifacts/policy"  # what evaluate scores unless it is told otherwise
 _SPLITS = ("train", "validation", "test")
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _grade(given[1:])  # it has options of its own
     chosen = build_parser().parse_args(given)
     login.give_name()
+    environment.spare_loopback()
     try:
         return chosen.run(chosen)
     except ValueError as error:

@@ -21,6 +21,8 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def apply(root: Path | None = None) -> None:
@@ -30,5 +32,20 @@ def apply(root: Path | None = None) -> None:
     """
     os.environ.update(SETTINGS)
     login.give_name()
+    spare_loopback()
     if root is not None:
         os.environ.setdefault("PREFECT_HOME", str(root.resolve() / ".prefect"))
+
+
+def spare_loopback() -> None:
+    """Where the caller's environment names a proxy, let this process and its children reach this machine without it.
+
+    Servers that runs start or use here (Prefect's temporary one, SGLang's, MLflow's) are behind no proxy.
+    """
+    if not any(os.environ.get(name) or os.environ.get(name.lower()) for name in _PROXIES):
+        return
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = [host.strip() for host in given.split(",") if host.strip()]
+    value = ",".join(dict.fromkeys([*hosts, *_LOOPBACK])) if "*" not in hosts else "*"
+    for name in ("NO_PROXY", "no_proxy"):  # each library reads one of them first
+        os.environ[name] = value
