@@ -79,7 +79,7 @@ class _Reader:
 
     def _take(self, expected: str, what: str) -> None:
         seen = self.peek()
-        if seen == "":
+        if seen in ("", "<"):  # a tag
             raise self._ended()
         if seen != expected:
             raise MalformedJsonError(f"{what} expected, found {seen!r}")

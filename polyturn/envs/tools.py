@@ -1,11 +1,15 @@
 r"""Tool calls in a reply: Hermes/Qwen `<tool_call>{...}</tool_call>` as models really write it.
 
+Also understood is the form of later Qwen models, `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
 Rules, each pinned by a test:
 - a call inside `<think>...</think>` is no call; a tag inside a JSON string is text;
 - complete JSON counts although the closing tag is cut off; incomplete JSON is an error;
 - a backslash that starts a LaTeX command, or no JSON escape, is kept as written (`\frac` stays `\frac`);
 - raw newlines and tabs in strings, trailing commas, a code fence and text after the object are accepted;
-- objects that follow each other between one pair of tags are a call each;
+- objects that follow each other between one pair of tags, also as a list, are a call each;
+- `parameters` is taken for `arguments`, as Llama's models write it;
+- a tag without a call behind it is an error, and hides no text unless it is closed;
 - bare quotes inside a string are an error, never a guess; JSON without tags is no call.
 """
 
@@ -20,8 +24,11 @@ from polyturn.types import Json
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(r"<think>|</think>|<tool_call>")
-_START = re.compile(r"\s*(?:```(?:json)?\s*)?")
+_START = re.compile(r"\s*(?:```(?:json)?\s*)?(?:\[\s*(?=\{))?")
 _NEXT = re.compile(r'[\s,]*(?=\{\s*"(?:name|function|type)")')
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]*)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>(.*?)</parameter>", re.DOTALL)
+_FUNCTION_END = re.compile(r"\s*(?:</function>|</tool_call>|<\||$)")
 _EXAMPLE = '<tool_call>{"name": "NAME", "arguments": {"KEY": "VALUE"}}</tool_call>'
 
 
@@ -85,6 +92,10 @@ def read_reply(text: str) -> Reply:
 
 def _read_block(text: str, start: int) -> tuple[list[ToolCall | ToolCallError], int]:
     """The calls whose payload starts at `start`, nearly always one, and the position after their block."""
+    function = _FUNCTION.match(text, start)
+    if function:
+        call, end = _read_function(text, function)
+        return [call], _end_of_block(text, end)
     calls: list[ToolCall | ToolCallError] = []
     end, begins = start, _START.match(text, start)
     while begins:
@@ -92,18 +103,45 @@ def _read_block(text: str, start: int) -> tuple[list[ToolCall | ToolCallError], 
             value, end = read_object(text, begins.end())
         except MalformedJsonError as error:
             calls.append(ToolCallError(str(error)))
-            break
+            is_prose = not calls[:-1] and not text.startswith(("{", "["), begins.end())
+            return calls, _end_of_block(text, end, is_prose=is_prose)
         calls.append(_as_call(value))
         begins = _NEXT.match(text, end)
     return calls, _end_of_block(text, end)
 
 
-def _end_of_block(text: str, position: int) -> int:
-    """After the closing tag; where it is missing, the next opening tag or the end of the text."""
+def _read_function(text: str, function: re.Match[str]) -> tuple[ToolCall | ToolCallError, int]:
+    """A call in tags of its own; a parameter is text, or the array or object that it spells."""
+    arguments: dict[str, Json] = {}
+    end = function.end()
+    while found := _PARAMETER.match(text, end):
+        arguments[found[1].strip()] = _spelled(found[2].strip())
+        end = found.end()
+    if not function[1].strip():
+        return ToolCallError("<function=...> must name a function"), end
+    if not _FUNCTION_END.match(text, end):
+        return ToolCallError("<parameter=...> and </parameter> must enclose each argument"), end
+    return ToolCall(function[1].strip(), arguments), end
+
+
+def _spelled(value: str) -> Json:
+    if not value.startswith(("[", "{")):
+        return value
+    try:
+        found, end = read_object(f'{{"value": {value}}}', 0)
+    except MalformedJsonError:
+        return value
+    return found["value"] if end == len(value) + len('{"value": }') else value
+
+
+def _end_of_block(text: str, position: int, *, is_prose: bool = False) -> int:
+    """After the closing tag; where it is missing, the next opening tag or the end of the text, of prose its start."""
     again = text.find(_OPEN, position)
     limit = again if again >= 0 else len(text)
     close = text.find(_CLOSE, position, limit)
-    return close + len(_CLOSE) if close >= 0 else limit
+    if close >= 0:
+        return close + len(_CLOSE)
+    return position if is_prose else limit
 
 
 def _as_call(value: Mapping[str, Json]) -> ToolCall | ToolCallError:
@@ -112,7 +150,7 @@ def _as_call(value: Mapping[str, Json]) -> ToolCall | ToolCallError:
         if not isinstance(inner, Mapping):
             return ToolCallError('"function" must be an object with "name" and "arguments"')
         value = inner
-    name, arguments = value.get("name"), value.get("arguments")
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     if not isinstance(name, str) or not name.strip():
         return ToolCallError('"name" must be the name of a function')
     if arguments is None or arguments == "":

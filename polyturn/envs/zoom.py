@@ -173,6 +173,8 @@ class ZoomEnv:
             raise ZoomError(f"There is no such tool; call {self._params.tool}.")
         arguments = call.arguments
         index = _first(arguments, _IMAGE_KEYS, 0)
+        if isinstance(index, str) and index.isdecimal():
+            index = int(index)
         if (
             isinstance(index, bool)
             or not isinstance(index, int)

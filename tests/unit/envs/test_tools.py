@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -174,6 +175,89 @@ def test_objects_after_each_other_in_one_block_are_a_call_each(between: str) -> 
     assert only_call(wrap(one + between + "{so far}")) == ToolCall("a", {})
 
 
+@pytest.mark.parametrize("payload", ["[{}]", "[\n  {}\n]", "```json\n[{}]\n```"])
+def test_a_list_of_objects_is_a_call_each(payload: str) -> None:
+    one, two = '{"name": "a", "arguments": {}}', '{"name": "b", "parameters": {"x": 1}}'
+    reply = read_reply(f"Both: {wrap(payload.replace('{}', f'{one}, {two}'))} done")
+    assert reply.calls == (ToolCall("a", {}), ToolCall("b", {"x": 1}))
+    assert reply.text == "Both:  done"
+
+
+def test_parameters_are_arguments() -> None:
+    """SGLang's detectors read both: Llama's models write `parameters`, and so do others now and then."""
+    call = '{"name": "f", "parameters": {"answer": "5"}}'
+    assert only_call(wrap(call)) == ToolCall("f", {"answer": "5"})
+    both = '{"name": "f", "parameters": {"answer": "4"}, "arguments": {"answer": "5"}}'
+    assert only_call(wrap(both)) == ToolCall("f", {"answer": "5"})
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "<function=calc_score><parameter=answer>{}</parameter></function>",
+        "\n<function=calc_score>\n<parameter=answer>\n{}\n</parameter>\n</function>\n",
+        "\n<function=calc_score>\n<parameter=answer>\n{}\n</parameter>\n",
+    ],
+)
+@pytest.mark.parametrize("answer", ["5", "\\frac{1}{2}", "3√2\nor so", "{1, 2}", '"5"', "x < 3"])
+def test_a_call_in_tags_of_its_own_is_read(payload: str, answer: str) -> None:
+    """panbanda/higgs#177, QwenLM/Qwen3.8#125: the form of Qwen3.5 and Qwen3-Coder was dropped."""
+    text = f"I check. <tool_call>{payload.replace('{}', answer)}</tool_call> So"
+    assert read_reply(text).calls == (ToolCall("calc_score", {"answer": answer}),)
+    assert read_reply(text).text == "I check.  So"
+
+
+def test_lists_and_objects_in_a_call_in_tags_are_values() -> None:
+    """waybarrios/vllm-mlx#63: what is no JSON stays text, and nothing is guessed."""
+    text = wrap(
+        "<function=zoom>\n<parameter=bbox_2d>\n[1, 2, 3, 4]\n</parameter>\n"
+        "<parameter=style>{'theme': 'dark'}</parameter>\n<parameter=more>{\"a\": [true]}</parameter>\n</function>"
+    )
+    expected: dict[str, Json] = {
+        "bbox_2d": [1, 2, 3, 4],
+        "style": "{'theme': 'dark'}",
+        "more": {"a": [True]},
+    }
+    assert only_call(text) == ToolCall("zoom", expected)
+    assert only_call(wrap("<function=look></function>")) == ToolCall("look", {})
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "<function=>x</function>",
+        "<function=f><parameter=a>5</function>",
+        "<function=f>5</function>",
+    ],
+)
+def test_a_broken_call_in_tags_is_an_error(payload: str) -> None:
+    assert only_error(wrap(payload))
+
+
+def test_a_tag_that_is_only_mentioned_hides_no_answer() -> None:
+    """gty111/gLLM#285: everything after a mentioned tag was discarded."""
+    text = "I need no `<tool_call>` here: \\boxed{5}"
+    assert only_error(text)
+    assert read_reply(text).text == "I need no `` here: \\boxed{5}"
+    assert answers_match(text, "5")
+    call = answer_call("6")
+    first, second = parse_tool_calls(f"No <tool_call> yet. Now: {call}")
+    assert isinstance(first, ToolCallError)
+    assert second == ToolCall("calc_score", {"answer": "6"})
+    cut = '<tool_call>{"name": "calc_score", "arguments": {"answer": "\\boxed{5}'
+    assert not answers_match(cut, "5"), "a call that is cut short is no text"
+
+
+@pytest.mark.parametrize("end", ["</tool_call>", "<|im_end|>", ""])
+def test_a_missing_brace_is_told_as_such(end: str) -> None:
+    """vllm-project/vllm#22885, defeat-beta/defeatbeta-api#72."""
+    for call in (
+        '{"name": "f", "arguments": {"answer": "5"}',
+        '{"name": "f", "arguments": {"x": 5',
+    ):
+        assert "not complete" in only_error(f"<tool_call>\n{call}\n{end}")
+
+
 def test_a_call_after_an_unclosed_one_is_found() -> None:
     calls = parse_tool_calls(
         '<tool_call>{"name": oops <tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -240,6 +324,15 @@ def test_unicode_is_kept_and_lone_surrogates_are_replaced() -> None:
     assert only_call(answer_call("\\ud83d x")).arguments == {"answer": "\ufffd x"}
 
 
+def _as_written(name: str | None, payload: str) -> ToolCall | None:
+    """The call of a payload in JSON (then `name` is its name) or in tags; None where it is none."""
+    if name is not None:
+        return ToolCall(name, json.loads(payload)["arguments"])
+    function = re.match(r"<function=(\w+)>", payload)
+    parameters = re.findall(r"<parameter=(\w+)>(.*?)</parameter>", payload)
+    return ToolCall(function[1], dict(parameters)) if function else None
+
+
 def test_all_texts_of_other_projects_are_read_as_they_parse_them() -> None:
     path = SHARED / "data/tool_call_texts.jsonl"
     if not path.exists():
@@ -249,15 +342,11 @@ def test_all_texts_of_other_projects_are_read_as_they_parse_them() -> None:
         found = parse_tool_calls(row["text"])
         visible = row["text"].split("</think>")[-1]
         expected = [
-            (name, payload)
+            call
             for name, payload in zip(row["names"], row["payloads"], strict=True)
-            if name is not None and payload in visible
+            if payload in visible and (call := _as_written(name, payload)) is not None
         ]
-        calls = [call for call in found if isinstance(call, ToolCall)]
-        assert [call.name for call in calls] == [name for name, _ in expected], row["text"]
-        assert [call.arguments for call in calls] == [
-            json.loads(payload)["arguments"] for _, payload in expected
-        ]
+        assert [call for call in found if isinstance(call, ToolCall)] == expected, row["text"]
         assert len(found) == visible.count("<tool_call>"), (
             "what is no call is an error, not nothing"
         )

@@ -213,6 +213,17 @@ def test_a_box_in_pixels_is_of_the_picture_that_the_call_names() -> None:
     assert "from 0 to 100 across and from 0 to 40 down" in text, "the crop's own size"
 
 
+def test_a_call_in_tags_of_its_own_zooms_too() -> None:
+    """The form of Qwen3.5 writes every argument as text (panbanda/higgs#177)."""
+    in_tags = "<tool_call><function=zoom><parameter=box>[0, 0, 500, 500]</parameter>{}</function></tool_call>"
+    _, (expected,), _ = seen(env(), call('{"box": [0, 0, 500, 500], "image": 0}'))
+    for image in ("", "<parameter=image>0</parameter>"):
+        assert seen(env(), in_tags.format(image))[1] == (expected,)
+    assert (
+        "image must be a number" in seen(env(), in_tags.format("<parameter=image>x</parameter>"))[0]
+    )
+
+
 @pytest.mark.parametrize("unit", ["pixels", "thousandths"])
 def test_the_tool_as_deepeyes_and_qwen3_vl_name_it(unit: str) -> None:
     zoom = env(box_unit=unit, tool="image_zoom_in_tool")
