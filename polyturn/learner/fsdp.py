@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyturn import vision
 from polyturn.learner import lora
 from polyturn.learner.base import Logprobs, UpdateStats
 from polyturn.learner.device_memory import ModuleMemory, Offload
@@ -51,9 +50,11 @@ class FsdpLearner:
         self._device = self.device or model.device
         self._place = Placement(self.params, self.temperature, self.world.size, self._device)
         has_copy = self.loss.needs_reference and self.params.lora is None
-        is_frozen = self._place.is_tower_frozen
+        is_frozen = self.params.is_tower_frozen
         twin = frozen_copy(self.policy, shares_tower=is_frozen) if has_copy else None
-        patch_cost = 0.0 if is_frozen else vision.patch_cost(self.policy)
+        splitter = Splitter.of(
+            self.policy, self.renderer, self.params, world=self.world, device=self._device
+        )
         scorer = self._place.trained(self.policy, seed=derive(self.seed, "lora"))
         # At once: between a forward pass and its backward pass the root's parameters are others.
         self.parameters = dict(model.named_parameters())
@@ -75,13 +76,7 @@ class FsdpLearner:
             policy=scorer,
             reference=self._reference,
             optimizer=FsdpOptimizer(self._optimizer, root, self.params.grad_clip),
-            splitter=Splitter(
-                self.renderer,
-                self.world,
-                self._device,
-                self.params.micro_batch_tokens,
-                patch_cost,
-            ),
+            splitter=splitter,
             params=self.params,
             loss=self.loss,
             world=self.world,

@@ -29,30 +29,26 @@ class Placement:
         """Whether weights are FSDP2's."""
         return sharding.is_needed(self.num_ranks, self.params)
 
-    @property
-    def is_tower_frozen(self) -> bool:
-        """Whether nothing of the vision tower is trained."""
-        adapters = self.params.lora
-        return self.params.freeze_vision or (adapters is not None and not adapters.vision_modules)
-
     def trained(self, policy: Policy, *, seed: int) -> Scorer:
         """Prepare the policy that is trained, in place; `seed` is of the initial adapters.
 
         Raises:
             LoraError: the adapters do not fit the model.
         """
-        is_collective = self.num_ranks > 1 and not self.is_tower_frozen
+        is_collective = self.num_ranks > 1 and not self.params.is_tower_frozen
         tower = TowerInTraining(
             policy, cache_mb=self.params.vision_cache_mb, is_collective=is_collective
         )
-        tower.freeze(self.is_tower_frozen)
+        tower.freeze(self.params.is_tower_frozen)
         if self.params.lora is not None:
             lora.add_adapters(policy.model, self.params.lora, seed=seed)
         if self.params.compile:  # inside of what is checkpointed
             fused.compile_modules(sharding.decoder_layers(policy.model))
             fused.compile_modules(sharding.vision_blocks(policy.model))
         if self.params.activation_checkpointing:
-            sharding.checkpoint_activations(policy.model, with_vision=not self.is_tower_frozen)
+            sharding.checkpoint_activations(
+                policy.model, with_vision=not self.params.is_tower_frozen
+            )
         return self._placed(policy, tower)
 
     def frozen(self, policy: Policy, tower: TowerInTraining | None) -> Scorer:

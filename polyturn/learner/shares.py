@@ -13,9 +13,12 @@ from torch import Tensor
 from polyturn.balance import partition
 from polyturn.batching import collate, loads
 from polyturn.learner.base import Logprobs
+from polyturn.model import Policy
+from polyturn.params import LearnerParams
 from polyturn.render import Renderer
 from polyturn.transfer import to_device
 from polyturn.types import Batch, TrainingSample
+from polyturn.vision import patch_cost
 from polyturn.world import World
 
 
@@ -42,6 +45,20 @@ class Splitter:
     device: torch.device
     max_tokens: int
     patch_cost: float
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        renderer: Renderer,
+        params: LearnerParams,
+        *,
+        world: World,
+        device: torch.device,
+    ) -> Splitter:
+        """That of a learner which trains `policy`, whose weights are whole yet."""
+        cost = 0.0 if params.is_tower_frozen else patch_cost(policy)
+        return cls(renderer, world, device, params.micro_batch_tokens, cost)
 
     def shares(
         self, samples: Sequence[TrainingSample], weights: Sequence[float]

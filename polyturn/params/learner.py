@@ -82,6 +82,11 @@ class LearnerParams(Section):
     # reported, or those of the learner before the first update (one more forward pass).
     old_logprobs: Literal["sampler", "learner"] = "sampler"
 
+    @property
+    def is_tower_frozen(self) -> bool:
+        """Whether nothing of the vision tower is trained."""
+        return self.freeze_vision or (self.lora is not None and not self.lora.vision_modules)
+
     @model_validator(mode="after")
     def _schedule(self) -> LearnerParams:
         if self.schedule != "constant" and self.warmup_steps >= self.decay_steps:

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from polyturn import vision
 from polyturn.learner.base import Logprobs, UpdateStats
 from polyturn.learner.device_memory import Offload
 from polyturn.learner.megatron import parallel
@@ -56,11 +55,12 @@ class MegatronLearner:
         self._check_params()
         self._device = self.device or self.policy.model.device
         layout = parallel.set_up(self.world, self.params, self._device)
-        is_frozen = self.params.freeze_vision
         twin = None
         if self.loss.needs_reference:
-            twin = frozen_copy(self.policy, shares_tower=is_frozen)
-        patch_cost = 0.0 if is_frozen else vision.patch_cost(self.policy)
+            twin = frozen_copy(self.policy, shares_tower=self.params.freeze_vision)
+        splitter = Splitter.of(
+            self.policy, self.renderer, self.params, world=layout.data, device=self._device
+        )
         exact = self.policy.model.state_dict()  # keeps what building rounds
         self.model = self._built(self.policy)
         self._reference = None if twin is None else self._built(twin, of=self.model)
@@ -75,13 +75,7 @@ class MegatronLearner:
             policy=self.model,
             reference=self._reference,
             optimizer=self.stepper,
-            splitter=Splitter(
-                self.renderer,
-                layout.data,
-                self._device,
-                self.params.micro_batch_tokens,
-                patch_cost,
-            ),
+            splitter=splitter,
             params=self.params,
             loss=self.loss,
             world=self.world,
