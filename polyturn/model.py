@@ -319,7 +319,10 @@ def _save_config(model: PreTrainedModel, directory: Path, dtype: torch.dtype | N
             part.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.save_pretrained(directory)
     if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
+        # As it came: `save_pretrained` refuses what some publishers ship, such as a temperature without sampling.
+        model.generation_config.to_json_file(
+            directory / "generation_config.json", keys_to_pop=["compile_config"]
+        )
 
 
 def weights_digest(model: torch.nn.Module) -> str:

@@ -278,6 +278,23 @@ def test_the_config_says_the_dtype_of_the_files_in_every_part(
         assert [part["dtype"] for part in parts] == [name] * 3
 
 
+def test_a_generation_config_that_the_library_calls_invalid_is_kept_as_it_came(
+    policy: Policy, tmp_path: Path
+) -> None:
+    """Qwen3-ASR #210, transformers #29988: a temperature without sampling could be loaded, and not saved again."""
+    model.save(policy, tmp_path / "saved")
+    path = tmp_path / "saved" / "generation_config.json"
+    published = json.loads(path.read_text()) | {"do_sample": False, "temperature": 1e-6, "top_k": 1}
+    path.write_text(json.dumps(published))
+    loaded = model.load(ModelParams(), tmp_path / "saved")
+    assert loaded.model.generation_config is not None
+    loaded.model.generation_config._original_object_hash = (
+        None  # 5.12 has none, and refuses all of them
+    )
+    model.save(loaded, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / path.name).read_text()) == published
+
+
 def test_any_program_can_load_what_was_saved(policy: Policy, tmp_path: Path) -> None:
     """from_pretrained alone, in one file or in shards with an index."""
     for limit in (10**9, 100_000):
