@@ -45,6 +45,7 @@ from gpu_loop_orders import Contest, compare, first_requests, second_server  # n
 
 from benchmarks import shapes  # noqa: E402
 from polyturn import environment, model  # noqa: E402
+from polyturn.determinism import choose_kernels  # noqa: E402
 from polyturn.model import Policy  # noqa: E402
 from polyturn.params import Params, parse  # noqa: E402
 from polyturn.render import Renderer  # noqa: E402
@@ -161,6 +162,7 @@ def opened(options: argparse.Namespace) -> Iterator[Bench]:
         urls = [stack.enter_context(tests_server(policy))] if options.cpu_smoke else []
         params = benchmark_params(options, urls)
         set_up_torch(params)
+        choose_kernels(params)
         stack.callback(keep_logs, directory, options.out)
         before = time.monotonic()
         with ExitStack() as beside:

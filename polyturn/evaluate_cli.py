@@ -11,6 +11,7 @@ import torch
 
 from polyturn import data, evaluation_set, layout, model, params
 from polyturn.ablation import Ablation, ablate
+from polyturn.determinism import choose_kernels
 from polyturn.evaluate import EvaluationPlan, evaluate, evaluation_settings, summarize
 from polyturn.params import Params
 from polyturn.progress import Progress
@@ -83,6 +84,7 @@ def find_policy(name: str, loaded: Params) -> Path:
 def open_policy(directory: Path, loaded: Params) -> tuple[Renderer, HfSampler]:
     """The policy on learner.device, ready to sample."""
     set_up_torch(loaded)
+    choose_kernels(loaded)
     policy = model.load(loaded.model, directory)
     torch.nn.Module.to(policy.model, training_device(loaded.learner))
     renderer = Renderer(policy)

@@ -10,12 +10,11 @@ from polyturn.params import LearnerParams, Params
 def set_up_torch(params: Params) -> None:
     """Pin the number of CPU threads and prefer deterministic kernels; call once, before any computation.
 
-    On a GPU only where train.deterministic asks for them: there they are slower, and every new tensor is filled first.
-    Float32 is float32 in convolutions too, which cuDNN would round to TF32.
+    What a GPU computes with is chosen by `polyturn.determinism`. Float32 is float32 in convolutions too, which cuDNN
+    would round to TF32.
     """
     torch.set_num_threads(params.learner.num_threads)
-    is_on_gpu = params.learner.device != "cpu" and torch.cuda.is_available()
-    torch.use_deterministic_algorithms(params.train.deterministic or not is_on_gpu, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.allow_tf32 = False
 
 

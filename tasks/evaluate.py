@@ -14,6 +14,7 @@ import torch
 
 from polyturn import data, evaluation_set, layout, model, results, trajectories
 from polyturn.data.files import write_jsonl
+from polyturn.determinism import choose_kernels
 from polyturn.evaluate import (
     TRAINING_ENV,
     EvaluationPlan,
@@ -66,6 +67,7 @@ def body(ctx: StageContext) -> None:
     Where env.eval_params change the environment, they are scored in training's environment as well.
     """
     set_up_torch(ctx.params)
+    choose_kernels(ctx.params)
     problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)
     test = evaluation_set.choose(problems, ctx.params)
     plans = plans_of(ctx.params)

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 
 from polyturn import layout, model, stop_request
-from polyturn.determinism import is_replayable
 from polyturn.params import Params
 from polyturn.pictures import Pictures
 from polyturn.recorder import PICTURES
+from polyturn.replayable import is_replayable
 from polyturn.tracking import stop_tag
 from polyturn.tracking.gallery import log_step_files
 from polyturn.trajectory_times import times_directory

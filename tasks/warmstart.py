@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from polyturn import data, layout, model
+from polyturn.determinism import choose_kernels
 from polyturn.envs.base import load_object, prompt_tools
 from polyturn.params import Params
 from polyturn.progress import Progress
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 def body(ctx: StageContext) -> None:
     """Train the base model through all phases of the warm start."""
     set_up_torch(ctx.params)
+    choose_kernels(ctx.params)
     policy = model.load(ctx.params.model, layout.BASE_MODEL)
     torch.nn.Module.to(policy.model, training_device(ctx.params.learner))
     problems = data.read_problems(layout.PROBLEMS / "problems.jsonl", layout.IMAGES)

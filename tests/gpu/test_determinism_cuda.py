@@ -22,7 +22,8 @@ import json, sys
 from pathlib import Path
 import torch
 from polyturn import model
-from polyturn.determinism import choose_kernels, is_replayable
+from polyturn.determinism import choose_kernels
+from polyturn.replayable import is_replayable
 from tests.unit.loop import Run, changed, loop_params, taught_policy
 
 precision, directory = sys.argv[1:]

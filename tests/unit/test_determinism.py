@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from polyturn import determinism, runtime
+from polyturn import determinism, replayable
 from polyturn.params import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,27 +54,31 @@ def test_deterministic_kernels_are_preferred_or_required(is_strict: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "device", "is_asked", "are_chosen"),
+    ("has_gpu", "device", "is_asked", "chosen"),
     [
-        (False, "auto", False, True),
-        (True, "cpu", False, True),
-        (True, "auto", False, False),
-        (True, "cuda", False, False),
-        (True, "auto", True, True),
+        (False, "auto", False, []),
+        (True, "cpu", False, []),
+        (True, "auto", False, [False]),
+        (True, "cuda", False, [False]),
+        (True, "auto", True, [True]),
+        (False, "auto", True, [True]),
     ],
 )
-def test_a_gpu_has_slower_kernels_only_where_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, device: str, is_asked: bool, are_chosen: bool
+def test_a_gpu_has_its_fastest_kernels_unless_others_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, device: str, is_asked: bool, chosen: list[bool]
 ) -> None:
-    chosen: list[bool] = []
-    monkeypatch.setattr(runtime.torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(
-        runtime.torch, "use_deterministic_algorithms", lambda mode, warn_only: chosen.append(mode)
-    )
-    runtime.set_up_torch(
+    found: list[bool] = []
+    cudnn = SimpleNamespace(deterministic=False, benchmark=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
+    monkeypatch.setattr(torch.backends, "cudnn", cudnn)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    determinism.choose_kernels(
         parse({"learner": {"device": device}, "train": {"deterministic": is_asked}})
     )
-    assert chosen == [are_chosen]
+    assert found == chosen
+    assert cudnn.deterministic is is_asked
 
 
 @pytest.mark.parametrize(
@@ -99,5 +105,5 @@ def test_a_run_is_labelled_replayable_if_every_part_of_it_is(
     sampler: dict[str, object],
     label: bool,
 ) -> None:
-    monkeypatch.setattr(determinism.torch.cuda, "is_available", lambda: has_gpu)
-    assert determinism.is_replayable(parse({"train": train, "sampler": sampler})) is label
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert replayable.is_replayable(parse({"train": train, "sampler": sampler})) is label
