@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from polyturn.loss.surrogate import bounded
+from polyturn.loss.surrogate import MAX_LOG_RATIO
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -28,4 +28,6 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstima
         return difference
     if estimator == "k2":
         return difference.square() / 2
-    return torch.expm1(bounded(-difference)) + difference
+    # Both terms together: past the bound the second alone would push away from the reference.
+    difference = difference.clamp(min=-MAX_LOG_RATIO)
+    return torch.expm1(-difference) + difference

@@ -240,6 +240,19 @@ def test_kl_estimators_by_hand(estimator: KlEstimator, value: float, slope: floa
     assert policy.grad.item() == pytest.approx(slope)
 
 
+@pytest.mark.parametrize("gap", [-200.0, -49.0, -21.0, -19.0, -1.0, 1.0, 19.0, 49.0, 200.0])
+def test_k3_never_pushes_away_from_the_reference_however_far_the_policy_is(gap: float) -> None:
+    """verl #751: exp(49) made NaN; a bound on it alone leaves the other term, whose slope is 1 in the wrong direction."""
+    policy = torch.tensor([gap - 60.0], requires_grad=True)
+    found = kl_penalty(policy, torch.tensor([-60.0]), "k3")
+    found.backward()
+    assert policy.grad is not None
+    assert found.isfinite()
+    assert policy.grad.isfinite()
+    assert policy.grad.item() * gap >= 0
+    assert (policy.grad.item() == 0) == (gap < -20)
+
+
 def test_k1_and_k3_are_unbiased_and_k3_is_never_negative() -> None:
     """Over the policy's own distribution both average to KL(policy, reference)."""
     generator = torch.Generator().manual_seed(0)
