@@ -190,7 +190,7 @@ def test_a_champion_that_was_collected_by_somebody_elses_dvc_gc_is_noticed(made:
     (root / "policy" / "data.txt").write_text("the champion's")
     external = RegistryParams(name="tiny policy", external_model_size=0)
     entry = replace(candidate(root, "a", 0.5), directory=root / "policy", dvc_md5=of_champion)
-    assert check_champion(root, PARAMS) == []
+    assert check_champion(root, PARAMS) is None
     submit(root, entry, external)
     assert check_champion(root, PARAMS) == []
     made.produce("other")
