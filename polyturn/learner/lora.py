@@ -36,21 +36,22 @@ def add_adapters(model: nn.Module, params: LoraParams, *, seed: int) -> None:
     )
     from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415  (seconds; only LoRA needs it)
 
-    patterns: list[str] = []
+    chosen: set[str] = set()
     for tower, key, names in towers:
         for name in names:
-            pattern = rf"model\.{tower}\.(.+\.)?{re.escape(name)}"
-            if not any(_is_linear(pattern, at, module) for at, module in model.named_modules()):
+            layers = _linear_layers(model, tower, name)
+            if not layers:
                 raise LoraError(
                     f"learner.lora.{key}: no linear layer of {tower} is called {name!r}; there are "
                     f"{', '.join(_linear_names(model, tower))}"
                 )
-            patterns.append(pattern)
+            chosen.update(layers)
     config = LoraConfig(
         r=params.rank,
         lora_alpha=cast("int", params.alpha),  # peft only divides it by the rank
         lora_dropout=0.0,  # dropout would move the ratio away from 1
-        target_modules="|".join(patterns),
+        # Whole names: the tower's convolution of patches is called proj as well, and merges otherwise.
+        target_modules="|".join(map(re.escape, sorted(chosen))),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -59,8 +60,13 @@ def add_adapters(model: nn.Module, params: LoraParams, *, seed: int) -> None:
         parameter.requires_grad_("lora_" in name)
 
 
-def _is_linear(pattern: str, name: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and re.fullmatch(pattern, name) is not None
+def _linear_layers(model: nn.Module, tower: str, name: str) -> list[str]:
+    pattern = rf"model\.{tower}\.(.+\.)?{re.escape(name)}"
+    return [
+        at
+        for at, module in model.named_modules()
+        if isinstance(module, nn.Linear) and re.fullmatch(pattern, at)
+    ]
 
 
 def _linear_names(model: nn.Module, tower: str) -> list[str]:

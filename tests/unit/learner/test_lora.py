@@ -117,6 +117,21 @@ def test_vision_layers_get_adapters_on_request(policy: Policy, renderer: Rendere
     assert kinds == {"o_proj", "qkv", "linear_fc1"}
 
 
+@pytest.mark.parametrize("build", ["policy", "policy_2_5"])
+def test_a_layer_that_shares_its_name_with_a_convolution_is_adapted_alone(
+    build: str, request: pytest.FixtureRequest
+) -> None:
+    """unsloth-zoo #807: `proj` of the tower is also what it calls its patch embedding, which is no linear layer."""
+    policy: Policy = request.getfixturevalue(build)
+    learner = adapted(policy, target_modules=["o_proj"], vision_modules=["proj"])
+    update(learner, samples(Renderer(policy)))
+    before = policy.model.state_dict()
+    changed = {n for n, value in weights_of(learner).items() if not torch.equal(value, before[n])}
+    assert {name for name in changed if "visual" in name} == {
+        f"model.visual.blocks.{index}.attn.proj.weight" for index in range(2)
+    }
+
+
 def test_initial_adapters_follow_the_seed_alone(policy: Policy) -> None:
     torch.manual_seed(1)
     one = adapted(policy)
