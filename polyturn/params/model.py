@@ -39,6 +39,34 @@ class SmallModelParams(Section):
     image_mean: float = 1.0  # white becomes 0: a reader of black glyphs learns sooner
     image_std: PositiveFloat = 0.25
 
+    @model_validator(mode="after")
+    def _heads(self) -> SmallModelParams:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, which is {self.num_kv_heads}, got {self.num_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, for rotary positions, got {self.head_dim}")
+        if self.vision_hidden_size % (4 * self.vision_num_heads):
+            raise ValueError(
+                f"vision_hidden_size must be a multiple of {4 * self.vision_num_heads}, 4 x vision_num_heads, for rotary "
+                f"positions of rows and columns, got {self.vision_hidden_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _deepstack(self) -> SmallModelParams:
+        layers = self.deepstack_layers
+        if len(set(layers)) < len(layers) or max(layers, default=0) >= self.vision_num_layers:
+            raise ValueError(
+                f"deepstack_layers are different layers of the tower, 0 to {self.vision_num_layers - 1}, got {list(layers)}"
+            )
+        if len(layers) > self.num_layers:
+            raise ValueError(
+                f"deepstack_layers go to as many layers of the decoder, which has {self.num_layers}, got {list(layers)}"
+            )
+        return self
+
 
 class ModelParams(Section):
     """The policy before any training."""

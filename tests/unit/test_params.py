@@ -44,6 +44,12 @@ def test_params_yaml_of_the_checkout_is_valid(root: Path) -> None:
         ({"train": {"stop": {"max_logprob_gap": 0.5}}}, "stop.max_logprob_gap 0.5 never ends a run"),
         ({"model": {"revision": "main"}}, "revision 'main' pins a commit of a hub id, and path is None"),
         ({"model": {"path": "s3://b/m", "revision": "main"}}, "and path is s3://b/m; set it to null"),
+        ({"model": {"small": {"num_heads": 3}}}, "num_heads must be a multiple of num_kv_heads, which is 2"),
+        ({"model": {"small": {"head_dim": 31}}}, "head_dim must be even"),
+        ({"model": {"small": {"vision_num_heads": 5}}}, "vision_hidden_size must be a multiple of 20"),
+        ({"model": {"small": {"deepstack_layers": [2]}}}, "different layers of the tower, 0 to 1, got [2]"),
+        ({"model": {"small": {"deepstack_layers": [1, 1]}}}, "different layers of the tower, 0 to 1, got [1, 1]"),
+        ({"model": {"small": {"deepstack_layers": [0, 1], "num_layers": 1}}}, "the decoder, which has 1, got [0, 1]"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named(tree: dict[str, object], message: str) -> None:
