@@ -13,12 +13,16 @@ _UNICODE = {
     **dict.fromkeys("ºᵒ˚", "°"),
     **dict.fromkeys("\u00a0\u2002\u2003\u2005\u2009\u200a\u202f\u3000\t\n\r", " "),
     **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
-    **{full: chr(ord(full) - 0xFEE0) for full in "０１２３４５６７８９（），．＋＝％［］｛｝"},
+    **{full: chr(ord(full) - 0xFEE0) for full in "０１２３４５６７８９（），．＋＝％［］｛｝：；"},
+    "。": ".",
+    **dict.fromkeys("′’", "'"),
+    "″": "''",
     **{script: f"^{digit}" for digit, script in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     **{script: f"_{digit}" for digit, script in enumerate("₀₁₂₃₄₅₆₇₈₉")},
     "π": "\\pi ",
     "𝜋": "\\pi ",
     "∞": "\\infty ",
+    "∅": "\\emptyset ",
     "√": "\\sqrt ",
     "∛": "\\sqrt[3]",
     "∠": "\\angle ",
@@ -64,6 +68,14 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
+        (r"\\surd(?![A-Za-z])", r"\\sqrt "),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
+        (r"\s*\\colon(?![A-Za-z])\s*|(?<=[\d}])\s+to\s+(?=[\d\\])|\s:\s", ":"),
+        (
+            r"(?:[,;]?\s*\b(?:or|which is))?\s*(?<!\\)\b(?:approximately|approx\.?|roughly|about)\s+(?=[-\d\\.])",
+            r"\\approx ",
+        ),
+        (r"(?<=\d)\s*(?:\\[lc]?dots(?![A-Za-z])|…)\s*$", ""),  # 0.333\ldots as 0.333...
         (r"\\(?:cdot|times|ast)(?![A-Za-z])", "*"),
         (r"\\div(?![A-Za-z])", "/"),
         (r"\\(?:[()\[\]]|\$)|[$€£]", " "),
@@ -85,7 +97,7 @@ _NEXT_EQUATION = re.compile(
     r"(?=(?:m?\s*\\angle\s*)?[A-Za-z]{1,3}(?:_\{?\w+\}?)?\s*=)"
 )
 _ROUND_ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
-_EDGES = " .,;:*_`\"'"
+_EDGES = " .,;:*_`\"'。，；："
 
 _UNIT_WORDS = (
     "units?|cent[ei]met(?:er|re)s?|millimet(?:er|re)s?|kilomet(?:er|re)s?|met(?:er|re)s?|inch(?:es)?|foot|feet|"
@@ -93,9 +105,24 @@ _UNIT_WORDS = (
     "days?|dollars?|cents?|euros?|yuan|kg|grams?|lbs?|pounds?|lit(?:er|re)s?|ml"
 )
 _UNIT = rf"(?:(?:square|sq\.?|cubic|cu\.?)\s*)?(?:{_UNIT_WORDS})\.?(?:\s*(?:\^\s*(?:\{{\s*[23]\s*\}}|[23])|[23]))?"
-_TRAILING_UNIT = re.compile(rf"(?<=[\d\s°}})\]i])\s*(?:{_UNIT})(?:\s*(?:/|per)\s*(?:{_UNIT}))?\s*$")
+_PER = rf"(?:{_UNIT}|s|h)"
+_TRAILING_UNIT = re.compile(
+    rf"(?<=[\d\s°}})\]i])\s*(?:{_UNIT}(?:\s*(?:/|per)\s*{_PER})?|\{{\s*{_UNIT}\s*\}}"
+    rf"|\\frac\s*\{{\s*{_UNIT}\s*\}}\s*\{{\s*{_PER}\s*\}})\s*$"
+)
 _FUNCTIONS = r"(?:pi|sqrt|sin|cos|tan|sec|csc|cot|log|ln|exp|and|or|not|to|than|nor)"
 _TRAILING_WORDS = re.compile(rf"(?<=[\d}})°])(?:\s+(?!{_FUNCTIONS}\b)[A-Za-z]{{2,}})+$")
+# What is said about a value behind it: (approximately), (\approx 37.7), (cubic cm).
+_REMARK = re.compile(
+    rf"(?:(?<=[\d}})°])|(?<=\\pi))\s*\((?:\\approx[^()]*|°|(?!{_FUNCTIONS})[a-z]{{3,}}[^()]*|{_UNIT})\)\s*$"
+)
+# 30°15'20''
+_SEXAGESIMAL = re.compile(
+    r"(\d+)\s*°\s*([0-5]?\d(?:\.\d+)?)\s*(?:'|\^\s*\{?\s*\\prime\s*\}?)(?![A-Za-z'])"
+    r"(?:\s*([0-5]?\d(?:\.\d+)?)\s*(?:''|\"|\^\s*\{?\s*\\prime\s*\\prime\s*\}?))?"
+)
+_OVER = re.compile(r"\\over(?![A-Za-z])\s*")
+_BARE_FRACTION = re.compile(r"\\[dtc]?frac\s+([A-Za-z\d])\s*([A-Za-z\d])(?![A-Za-z\d])")
 _LEADING_WORDS = re.compile(
     rf"^(?:(?!{_FUNCTIONS}\b|[a-z]*frac\b)[A-Za-z]{{2,}}[\s:]+)+(?=[-\d\\(.])"
 )
@@ -129,16 +156,39 @@ def plain(text: str) -> str:
     shown = _NEXT_EQUATION.sub("; ", text).translate(_TRANSLATION)
     while (replaced := _TEXT.sub(r" \1 ", shown)) != shown:
         shown = replaced
-    shown = _WRAPPED_FORMULA.sub("", shown)
+    shown = _over_to_frac(_WRAPPED_FORMULA.sub("", shown))
     for pattern, replacement in _RULES:
         shown = pattern.sub(replacement, shown)
-    return trim(shown)
+    shown = _SEXAGESIMAL.sub(_degrees, shown)
+    return trim(_REMARK.sub("", trim(shown)))
 
 
 def for_sympy(text: str) -> str:
     """LaTeX that math-verify reads right: formula marks around it, no Unicode, no round brackets after a root."""
-    shown = _ROUND_ROOT.sub(r"\\sqrt{\1}", text.translate(_TRANSLATION))
+    shown = _over_to_frac(_ROUND_ROOT.sub(r"\\sqrt{\1}", text.translate(_TRANSLATION)))
+    shown = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", shown)
     return shown if re.search(r"\$|\\\(|\\\[", shown) else f"${shown}$"
+
+
+def _degrees(match: re.Match[str]) -> str:
+    degrees, minutes, seconds = match.groups(default="0")
+    return f"({degrees}+{minutes}/60+{seconds}/3600)°"
+
+
+def _over_to_frac(text: str) -> str:
+    r"""`{a \over b}` and `x = a \over b` as fractions."""
+    while (found := _OVER.search(text)) is not None:
+        start, end, depth = found.start(), found.end(), 0
+        while start > 0 and not (depth == 0 and text[start - 1] in "{=,$"):
+            start -= 1
+            depth += (text[start] == "}") - (text[start] == "{")
+        depth = 0
+        while end < len(text) and not (depth == 0 and text[end] in "}=,$"):
+            depth += (text[end] == "{") - (text[end] == "}")
+            end += 1
+        top, bottom = text[start : found.start()], text[found.end() : end]
+        text = f"{text[:start]}\\frac{{{top.strip()}}}{{{bottom.strip()}}}{text[end:]}"
+    return text
 
 
 def trim(text: str) -> str:
@@ -159,16 +209,16 @@ def right_side(text: str) -> str:
     *left, right = _EQUALS.split(exact)
     if any(_SEPARATOR.search(_BRACKETED.sub("", side)) for side in left):
         return text
-    if len(left) == 1 and _is_name(right) and left[0].strip() and not _VARIABLE.search(left[0]):
+    if len(left) == 1 and is_name(right) and left[0].strip() and not _VARIABLE.search(left[0]):
         return left[0].strip()
     if left and all(_LEFT_SIDE.match(side) or not _VARIABLE.search(side) for side in left):
         return right.strip()
-    if len(left) > 1 and _is_name(left[0]) and not _VARIABLE.search(right):
+    if len(left) > 1 and is_name(left[0]) and not _VARIABLE.search(right):
         return right.strip()
     return text
 
 
-def _is_name(side: str) -> bool:
+def is_name(side: str) -> bool:
     """Whether a side of an equation is what has the value: a variable, a segment, an angle."""
     return bool(_VARIABLE.search(side) and _LEFT_SIDE.match(side))
 

@@ -14,6 +14,10 @@ LONG_DECIMAL = (
     8  # significant digits from which a decimal stands for the exact value that it agrees with
 )
 
+DOUBLE_DIGITS = 16  # significant digits from which a decimal is a double, exact to a unit of 2**-52
+
+_DOUBLE = Fraction(1, 2**52)
+
 Rounding = Literal["reference", "strict"]
 
 
@@ -28,11 +32,20 @@ class Policy:
 
 def same_value(prediction: Value, reference: Value, policy: Policy) -> str | None:
     """Why two values count as one; None when they do not."""
+    if isinstance(prediction, Number) != isinstance(reference, Number):
+        prediction, reference = _only_element(prediction), _only_element(reference)
     if isinstance(prediction, Number) and isinstance(reference, Number):
         return same_number(prediction, reference, policy)
     if isinstance(prediction, Collection) and isinstance(reference, Collection):
         return _same_collection(prediction, reference, policy)
     return None
+
+
+def _only_element(value: Value) -> Value:
+    """The number of a set of one number, as a solution set is written."""
+    if isinstance(value, Collection) and value.kind == "set" and len(value.items) == 1:
+        return value.items[0]
+    return value
 
 
 def same_number(prediction: Number, reference: Number, policy: Policy) -> str | None:
@@ -42,12 +55,20 @@ def same_number(prediction: Number, reference: Number, policy: Policy) -> str | 
     difference = abs(prediction.real.value - reference.real.value)
     if policy.tolerance and difference <= Fraction(policy.tolerance) * abs(reference.real.value):
         return "within tolerance"
+    has_double = _is_double(prediction) or _is_double(reference)
+    if has_double and difference <= _DOUBLE * abs(reference.real.value):
+        return "equal as doubles"
     is_exact = prediction.decimals is None or _num_digits(prediction) >= LONG_DECIMAL
     if policy.rounding == "reference" and reference.decimals is not None and is_exact:
         return "rounds to the reference" if difference <= _half_unit(reference) else None
     if reference.decimals is None and prediction.decimals is not None and is_exact:
         return "agrees to all digits" if difference < 2 * _half_unit(prediction) else None
     return None
+
+
+def _is_double(number: Number) -> bool:
+    """Whether a decimal has as many digits as a computed one that is printed in full."""
+    return number.decimals is not None and _num_digits(number) >= DOUBLE_DIGITS
 
 
 def _half_unit(decimal: Number) -> Fraction:

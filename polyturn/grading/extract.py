@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from polyturn.envs.tools import read_reply
+from polyturn.envs.tools import Reply, read_reply
 from polyturn.grading import clean, values
 
 TAIL = 8_000  # characters from the end in which an unboxed answer is looked for
@@ -24,10 +24,10 @@ Source = Literal["box", "tag", "text", "marker", "bold", "end"]
 
 _BRACE = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])\s*\{?|\\[{}]|[{}]")
 _JOINT = re.compile(r"\}?[^.;:\n]{0,40}?(?:\band\b|\bor\b|,)[^.;:\n]{0,20}|\}?[\s$,]*")
-_BARE = re.compile(r"-?(?:\d[\d.,]*|\\[A-Za-z]+\s*(?:\{[^{}]*\}){0,2}|[A-Za-z])")
+_BARE = re.compile(r"-?(?:\d[\d.,]*|\\[A-Za-z]+\s*(?:\{[^{}]*\}){0,2}|[A-Za-z](?![A-Za-z]))")
 _TURN_END = re.compile(r"<\|im_end\|>|<\|im_start\|>user|<\|endoftext\|>")
 _MARKER = re.compile(
-    r"(?:final\s+answer|\banswer)(?:\s*\*\*)?\s*(?:is\b|:|=)\s*(?:\*\*)?\s*(?:the\s+(?:final\s+)?answer\s+is)?([^\n]{1,400})",
+    r"(?:final\s+answer|\banswer|答案)(?:\s*\*\*)?\s*(?:is\b|[:：=]|是|[为為])\s*(?:\*\*)?\s*(?:the\s+(?:final\s+)?answer\s+is)?([^\n]{1,400})",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(
@@ -46,10 +46,14 @@ _TERM = (
     r"|\\pi(?![A-Za-z])|π|\bpi\b|sqrt\(\d+\))"
 )
 _RUN = re.compile(
-    rf"{_TERM}(?:\s?(?:[*/·×^]|\\cdot)?\s?(?:{_TERM}|(?<=[*/^])\d+))*(?:\s?(?:\\?%|°|\^\\circ))?"
+    rf"{_TERM}(?:(?:\s?(?:[*/·×^]|\\cdot)?\s?|(?<=\d):(?=\d))(?:{_TERM}|(?<=[*/^])\d+))*(?:\s?(?:\\?%|°|\^\\circ))?"
 )
-_LETTER = re.compile(r"(?:\bis|'s|\bchoose|\boption|\bchoice|^)\s*\(?([A-H])\)?(?![A-Za-z'])")
-_CHOICE = re.compile(r"^\(?([A-E])\)?(?:[.):,\s]|$)")
+# A value that is named only to be denied: "x is 7, not 8".
+_DENIED = re.compile(rf"[,;]?\s*\b(?:not|rather than|instead of)\s+\$?(?:{_TERM})\$?")
+_LETTER = re.compile(
+    r"(?:\bis|'s|\b(?:choose|chose|pick|select|option|choice)|[选選][择擇]?|^)\s*\(?([A-H])\)?(?![A-Za-z'])"
+)
+_CHOICE = re.compile(r"^\(?([A-E])\)?(?:[.):,\s。，]|$)")
 # What follows a letter where it is one of several: "A or B", "A, B and C", "(A) 30 or (B) 40".
 _FURTHER_CHOICE = re.compile(
     r"\)?[.:]?\s*(?:[,;/&+]|\band\b|\bor\b)\s*(?:(?:and|or)\s+)?\(?[A-H]\)?(?![A-Za-z'])"
@@ -72,7 +76,7 @@ class Extraction:
 
 def extract(text: str, *, needs_box: bool = False) -> Extraction:
     """Find the answer of an assistant reply; `needs_box` allows only boxes and answer tags."""
-    reply = read_reply(_TURN_END.split(text.removeprefix("<|im_start|>assistant"), maxsplit=1)[0])
+    reply = _reply(text)
     if reply.is_thinking:
         return Extraction(None, None)
     visible = reply.text
@@ -87,6 +91,16 @@ def extract(text: str, *, needs_box: bool = False) -> Extraction:
     if is_malformed or needs_box:
         return Extraction(None, None, is_malformed)
     return _unboxed(visible[-TAIL:].strip())
+
+
+def stated(text: str) -> str | None:
+    """What follows the last "answer is" or "Answer:" of a reply; None where there is none."""
+    marker = _last(_MARKER, _reply(text).text[-TAIL:])
+    return None if marker is None else _in_sentence(marker.group(1))
+
+
+def _reply(text: str) -> Reply:
+    return read_reply(_TURN_END.split(text.removeprefix("<|im_start|>assistant"), maxsplit=1)[0])
 
 
 @dataclass(frozen=True)
@@ -166,6 +180,7 @@ def _unboxed(text: str) -> Extraction:
 
 def _last_formula_or_number(text: str) -> str | None:
     """Whichever ends later; a number that is only a part of something (an equation's side, 5x) is none."""
+    text = _DENIED.sub("", text)
     formula, number = _last(_FORMULA, text), _last(_RUN, text)
     if formula is not None and (number is None or formula.end() >= number.end()):
         return _content(formula).strip()

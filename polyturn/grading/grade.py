@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from polyturn.grading import clean, extract, symbolic, values
+from polyturn.grading import clean, extract, intervals, symbolic, values
 from polyturn.grading.compare import Policy, same_value
 from polyturn.grading.numbers import NotANumberError, Number, RefusedError
 from polyturn.grading.values import Value
@@ -15,6 +15,9 @@ _CHOICE = re.compile(
     r"^(?:(?i:option|choice|answer)\s*:?\s*)?\(?([A-H])(?:\)[.:]?.*|[.:](?:\s.*)?|\s+[A-Za-z]{2,}.*)?$",
     re.DOTALL,
 )
+# The same where the reference is a letter: nothing else is meant by `b`, `(b)` or `b. 30` then.
+_SMALL_CHOICE = re.compile(r"^\(?([a-h])(?:\)[.:]?.*|[.:](?:\s.*)?)?$", re.DOTALL)
+_ELLIPSIS = re.compile(r"\\[lc]?dots|…|\.\.\.")
 _FORMULA = re.compile(r"[\d=<>+^&]|\\[A-Za-z]|\b[A-Za-z]\b")
 _LABEL_FORMULA = re.compile(r"[=<>]|\\(?:infty|cup|cap|begin|leq?|geq?|neq?|pm|in)(?![A-Za-z])")
 _LABEL_WORD = re.compile(r"[A-Za-z]{2,}")
@@ -40,7 +43,10 @@ def grade(prediction: str, reference: str, policy: Policy, *, needs_box: bool = 
     expected = reference_text(reference)
     found = extract.extract(prediction, needs_box=needs_box)
     outcome = _Outcome(False, "no answer found")
-    for answer in _candidates(prediction, found, needs_box=needs_box):
+    candidates = _candidates(prediction, found, needs_box=needs_box)
+    if found.source == "box" and not needs_box and _is_letter(expected):
+        candidates += _stated_choice(prediction, found.answer or "")
+    for answer in candidates:
         outcome = _compare(answer, expected, policy)
         if outcome.match or outcome.failure:
             break
@@ -58,6 +64,14 @@ def _candidates(prediction: str, found: extract.Extraction, *, needs_box: bool) 
             [*([prediction] if is_bare else []), *([found.answer] if found.answer else [])]
         )
     )
+
+
+def _stated_choice(prediction: str, boxed: str) -> list[str]:
+    """What "Answer: D" says besides a box that makes no choice: a formula on the way."""
+    if _choice(_words(boxed)) or _small_choice(_words(boxed)):
+        return []
+    stated = extract.stated(prediction)
+    return [stated] if stated is not None else []
 
 
 @dataclass(frozen=True)
@@ -87,13 +101,27 @@ def _compare(answer: str, expected: str, policy: Policy) -> _Outcome:
     except NotANumberError:
         prediction = None
     if reference is not None and prediction is not None:
-        reason = same_value(prediction, reference, policy) or _as_collections(
-            answer, expected, policy
-        )
-        return _Outcome(reason is not None, reason or "different values")
+        return _compare_values((answer, prediction), (expected, reference), policy)
     if isinstance(reference, Number):
         return _Outcome(False, "the prediction is no number")
+    if (is_same := intervals.same(answer, expected, policy)) is not None:
+        return _Outcome(is_same, f"{'equal' if is_same else 'different'} intervals")
     return _compare_words(answer, expected) or _symbolic(answer, expected, policy)
+
+
+def _compare_values(
+    prediction: tuple[str, Value], reference: tuple[str, Value], policy: Policy
+) -> _Outcome:
+    """Two values, each with its text; where both name the same variables, each has its own value."""
+    named = values.assignments(prediction[0]), values.assignments(reference[0])
+    if named[0] and named[1] and named[0].keys() == named[1].keys():
+        pairs = [(named[0][name], named[1][name]) for name in named[1]]
+        is_same = all(same_value(own, other, policy) for own, other in pairs)
+        return _Outcome(is_same, f"{'equal' if is_same else 'different'} values of the variables")
+    reason = same_value(prediction[1], reference[1], policy) or _as_collections(
+        prediction[0], reference[0], policy
+    )
+    return _Outcome(reason is not None, reason or "different values")
 
 
 def _compare_words(answer: str, expected: str) -> _Outcome | None:
@@ -102,6 +130,8 @@ def _compare_words(answer: str, expected: str) -> _Outcome | None:
     if words[0] and words[0] == words[1]:
         return _Outcome(True, "same text")
     choices = _choice(words[0]), _choice(words[1])
+    if _is_letter(words[1]) and not choices[0]:
+        choices = _small_choice(words[0]), choices[1]
     if choices[0] and choices[1] and min(map(len, words)) == 1:
         is_same = choices[0] == choices[1]
         return _Outcome(is_same, f"{'same' if is_same else 'different'} choice letter")
@@ -114,11 +144,22 @@ def _choice(words: str) -> str | None:
     return found.group(1) if found and not extract.is_one_of_several(words, found) else None
 
 
+def _small_choice(words: str) -> str | None:
+    found = _SMALL_CHOICE.match(words)
+    return found.group(1).upper() if found else None
+
+
+def _is_letter(text: str) -> bool:
+    return bool(re.fullmatch(r"\(?[A-H]\)?", text))
+
+
 def _symbolic(answer: str, expected: str, policy: Policy) -> _Outcome:
     if max(len(answer), len(expected)) > clean.MAX_CHARACTERS:
         return _Outcome(False, "the answer is too long")
     if not _FORMULA.search(expected) or not _FORMULA.search(answer):
         return _Outcome(False, "different words")
+    if _ELLIPSIS.search(answer) or _ELLIPSIS.search(expected):
+        return _Outcome(False, "different text")  # math-verify reads no further than the dots
     result = symbolic.compare(clean.for_sympy(answer), clean.for_sympy(expected), policy.timeout_s)
     reason = result.failure or ("symbolically equal" if result.match else "symbolically different")
     return _Outcome(result.match, reason, result.failure)
@@ -154,7 +195,7 @@ def parse_reference(text: str) -> str:
     label = reference_text(text)
     if not label:
         raise ValueError("the answer is empty")
-    if _value(label) is not None or re.fullmatch(r"\(?[A-H]\)?", _words(label)):
+    if _value(label) is not None or _is_letter(_words(label)):
         return label
     shown = _words(label)
     without_commands = re.sub(r"\\[A-Za-z]+", " ", shown)

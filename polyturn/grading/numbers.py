@@ -27,7 +27,8 @@ _DECIMAL = re.compile(r"^-?\s*\d*\.(\d+)$")
 _REPEATING = re.compile(
     r"(?<![\d.])(\d*)\.(\d*)\s*\\(?:overline|bar|dot)\s*\{?\s*(\d+)\s*\}?(?![\d{])"
 )
-_MIXED = re.compile(r"^(-?) ?(\d+) (\d+ ?/ ?\d+) ?°?$")
+_MIXED = re.compile(r"^(-?) ?(\d+) (\d+) ?/ ?(\d+) ?°?$")
+_RATIO = re.compile(r"^([^:]*[^:\s]):([^:\s][^:]*)$")  # not `1: 30`
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 _TRIG = {"sin", "cos", "tan", "sec", "csc", "cot"}
@@ -83,7 +84,9 @@ def parse(shown: str) -> Number:
     shown = _DECIMAL_COMMA.sub(r"\1.\2", shown)
     shown = _REPEATING.sub(_as_fraction, shown)
     decimal = _DECIMAL.match(shown)
-    shown = _MIXED.sub(r"\1(\2+\3)", shown)
+    if (ratio := _RATIO.match(shown)) is not None:
+        return _quotient(*ratio.groups())
+    shown = _MIXED.sub(_as_sum, shown)
     reader = _Reader(shown)
     try:
         value = reader.sum(0)
@@ -92,6 +95,20 @@ def parse(shown: str) -> Number:
     if not reader.is_done:
         raise NotANumberError(f"{reader.seen!r} is not understood")
     return Number(value, len(decimal.group(1)) if decimal else None)
+
+
+def _quotient(left: str, right: str) -> Number:
+    """The value of the ratio left : right."""
+    try:
+        return Number(parse(left.strip()).real / parse(right.strip()).real)
+    except NotRealError as error:
+        raise RefusedError(str(error)) from None
+
+
+def _as_sum(match: re.Match[str]) -> str:
+    """`2 3/4` is 2 + 3/4; `4 10/3` is neither a mixed number nor a product."""
+    sign, whole, top, bottom = match.groups()
+    return f"{sign}({whole}+{top}/{bottom})" if 0 < int(top) < int(bottom) else match.group()
 
 
 def _as_fraction(match: re.Match[str]) -> str:
