@@ -87,6 +87,17 @@ class Params(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _rate_to_the_end(self) -> Params:
+        learner = self.learner
+        falls_to_zero = learner.schedule != "constant" and learner.min_lr_fraction == 0
+        if falls_to_zero and self.train.steps > learner.decay_steps:
+            raise ValueError(
+                f"the learning rate is 0 from step {learner.decay_steps} on, so that nothing is learnt up to train.steps "
+                f"{self.train.steps}; raise learner.decay_steps or learner.min_lr_fraction, or lower train.steps"
+            )
+        return self
+
     @property
     def ranks_per_node(self) -> int:
         """Training processes of each host; one GPU each."""

@@ -39,6 +39,7 @@ def test_params_yaml_of_the_checkout_is_valid(root: Path) -> None:
         ({"train": {"steps": 5, "debug": {"dump_step": 5}}}, "debug.dump_step 5 is no step of a run of 5"),
         ({"data": {"synthetic": {"min_value": 7}}}, "max_value 6 is below min_value 7"),
         ({"learner": {"warmup_steps": 50}}, "warmup_steps must be below decay_steps, which is 40"),
+        ({"learner": {"min_lr_fraction": 0}, "train": {"steps": 41}}, "the learning rate is 0 from step 40 on"),
         ({"reward": {"terms": []}}, "reward.terms: Tuple should have at least 1 item"),
         ({"reward": {"terms": [{"term": "a:b", "weight": 0}]}}, "terms all have weight 0"),
         ({"train": {"stop": {"max_logprob_gap": 0.5}}}, "stop.max_logprob_gap 0.5 never ends a run"),
@@ -95,6 +96,19 @@ def test_a_number_may_be_written_as_yaml_1_1_reads_it() -> None:
     tree = cast("params_tree.Tree", params_tree.parse_yaml("learner: {lr: 1e-5}"))
     assert tree == {"learner": {"lr": "1e-5"}}
     assert params.parse(tree).learner.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("learner", "steps"),
+    [
+        ({}, 400),
+        ({"min_lr_fraction": 0}, 40),
+        ({"min_lr_fraction": 0, "schedule": "constant"}, 400),
+    ],
+)
+def test_a_rate_may_fall_to_zero_where_the_run_ends(learner: dict[str, object], steps: int) -> None:
+    """ROLL #407: it was 0 from step 123 of 200 on, and no step after that learned anything."""
+    params.parse({"learner": learner, "train": {"steps": steps}})
 
 
 def test_a_constant_rate_may_rise_for_as_long_as_it_likes() -> None:
