@@ -32,6 +32,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 # Patterns of names in files -> names in modules, as transformers takes them.
 KEY_MAPPING = {r"^visual\.": "model.visual.", r"^model\.(?!language_model\.|visual\.)": "model.language_model."}  # fmt: skip
 _FILE_NAMES = {"qwen2_5_vl": {"model.visual.": "visual.", "model.language_model.": "model."}}
+_PLAIN = {"F64", "F32", "F16", "BF16"}
 _SHOWN = 8  # names in a message
 
 
@@ -91,16 +92,24 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
     Raises:
         OSError, SafetensorError: a file is missing or damaged.
-        WeightsError: two names in files are one in the module.
+        WeightsError: two names in files are one in the module, or weights are quantized.
     """
     found: dict[str, tuple[int, ...]] = {}
+    quantized: list[str] = []
     for path in _files(directory):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 inside = module_name(name)
                 if inside in found:
                     raise WeightsError(f"{inside} is there twice, the second time as {name}")
-                found[inside] = tuple(file.get_slice(name).get_shape())
+                tensor = file.get_slice(name)
+                found[inside] = tuple(tensor.get_shape())
+                if (dtype := tensor.get_dtype()) not in _PLAIN:
+                    quantized.append(f"{name} {dtype}")
+    if quantized:
+        raise WeightsError(
+            f"{_listed('of a type that is of quantized weights', quantized)}; name the model that they were made of"
+        )
     return found
 
 

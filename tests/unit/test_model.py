@@ -494,6 +494,23 @@ def test_weights_of_an_earlier_save_are_not_read_beside_the_models_own(
         model.saved_digest(ModelParams(), saved)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantized_weights_are_refused_though_the_config_does_not_say_so(
+    policy: Policy, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """transformers #47145: their shapes are right, so that they load, without the scales that make them weights."""
+    model.save(policy, tmp_path / "saved")
+    path = tmp_path / "saved" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.language_model.layers.0.self_attn.q_proj.weight"
+    save_file({**tensors, name: tensors[name].to(dtype)}, path, metadata={"format": "pt"})
+    (tmp_path / "saved" / hf_weights.MANIFEST).unlink()
+    with pytest.raises(
+        ModelError, match=rf"model.path: .*1 of a type that is of quantized.*{name}"
+    ):
+        model.load(ModelParams(), tmp_path / "saved")
+
+
 def test_half_a_weights_file_is_refused(policy: Policy, tmp_path: Path) -> None:
     model.save(policy, tmp_path / "saved")
     path = tmp_path / "saved" / "model.safetensors"
