@@ -58,6 +58,9 @@ class Family:
     model_type: str
     image_token_id: int
     end_of_turn_id: int
+    end_ids: tuple[
+        int, ...
+    ]  # tokens after which no engine goes on: that one, and what generation_config.json names
     padding_id: int
     banned_ids: tuple[int, ...]  # image special tokens: never sampled, never scored
     patch_size: int
@@ -109,11 +112,20 @@ def family_of(model: PreTrainedModel, processor: Processor) -> Family:
         model_type=model.config.model_type,
         image_token_id=cast("int", ids[IMAGE_PAD]),
         end_of_turn_id=end_of_turn,
+        end_ids=_end_ids(model, end_of_turn),
         padding_id=end_of_turn if padding is None else cast("int", padding),
         banned_ids=tuple(sorted(cast("int", ids[token]) for token in IMAGE_TOKENS)),
         patch_size=vision.patch_size,
         merge_size=vision.spatial_merge_size,
     )
+
+
+def _end_ids(model: PreTrainedModel, end_of_turn: int) -> tuple[int, ...]:
+    """Qwen's models end with <|endoftext|> too, now and then; inference servers stop at all ids that are named."""
+    config = model.generation_config
+    declared = None if config is None else cast("int | list[int] | None", config.eos_token_id)
+    others = [declared] if isinstance(declared, int) else declared or []
+    return (end_of_turn, *sorted(set(others) - {end_of_turn}))
 
 
 def _check_agreement(model: PreTrainedModel, processor: Processor, image_pad: int) -> None:

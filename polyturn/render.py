@@ -172,7 +172,7 @@ class Renderer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a reply, without its end token; other special tokens stay visible."""
         ids = list(token_ids)
-        if ids and ids[-1] == self.family.end_of_turn_id:
+        if ids and ids[-1] in self.family.end_ids:
             ids.pop()
         return cast("str", self._tokenizer.decode(ids, skip_special_tokens=False))
 

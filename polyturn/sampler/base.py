@@ -35,7 +35,7 @@ class SampleRequest:
 class Reply:
     """One sampled reply, verbatim.
 
-    `token_ids` end with the end-of-turn id when finish_reason is "stop"; `logprobs` are those of the sampled
+    `token_ids` end with one of the family's end_ids when finish_reason is "stop"; `logprobs` are those of the sampled
     distribution (temperature and bans applied), one per token. `prompt_length` counts the engine's prompt with
     image pads expanded. `error` says why when finish_reason is "error".
     """

@@ -26,8 +26,8 @@ class Swaps:
 class Drafts:
     """The replies of one call; row i of the cache belongs to request `place[i]`, rows that have ended move back."""
 
-    def __init__(self, requests: Sequence[SampleRequest], end_of_turn_id: int) -> None:
-        self._end = end_of_turn_id
+    def __init__(self, requests: Sequence[SampleRequest], end_ids: Sequence[int]) -> None:
+        self._ends = torch.tensor(end_ids)
         self._limits = torch.tensor([request.max_new_tokens for request in requests])
         longest = int(self._limits.max())
         draws = [np.random.default_rng(request.seed).random(longest) for request in requests]
@@ -62,7 +62,7 @@ class Drafts:
         self._logprobs[active, self.num_steps] = logprobs
         self._lengths[active] += 1
         self.num_steps += 1
-        has_ended = (tokens == self._end) | (self.num_steps >= self._limits[active])
+        has_ended = torch.isin(tokens, self._ends) | (self.num_steps >= self._limits[active])
         self.num_active -= int(has_ended.sum())
         one = has_ended[: self.num_active].nonzero()[:, 0]
         other = (~has_ended[self.num_active :]).nonzero()[:, 0] + self.num_active

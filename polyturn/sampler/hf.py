@@ -280,7 +280,7 @@ class HfSampler:
         """Sample until every row has ended its turn or used up its tokens; a row that has ended is not computed."""
         live = self._live
         assert live is not None
-        drafts = Drafts(requests, self._policy.family.end_of_turn_id)
+        drafts = Drafts(requests, self._policy.family.end_ids)
         next_position = torch.tensor([int(prompt.positions[:, -1].max()) + 1 for prompt in prompts])
         while True:
             tokens, swaps = drafts.take(*self._sample(hidden, drafts))
@@ -314,7 +314,7 @@ class HfSampler:
 
     def _reply(self, drafts: Drafts, index: int, prompt_length: int) -> Reply:
         token_ids, logprobs = drafts.said(index)
-        has_ended = token_ids[-1] == self._policy.family.end_of_turn_id
+        has_ended = token_ids[-1] in self._policy.family.end_ids
         return Reply(
             token_ids=token_ids,
             logprobs=logprobs,

@@ -14,7 +14,7 @@ from polyturn import hf_weights, vision
 from polyturn.batching import collate
 from polyturn.forward import hidden_states, token_distribution
 from polyturn.learner.scoring import score_batch
-from polyturn.model import Policy
+from polyturn.model import Policy, family_of
 from polyturn.render import Renderer
 from polyturn.sampler.base import Reply, SampleRequest
 from polyturn.sampler.hf import HfSampler, SamplerCounts
@@ -289,6 +289,23 @@ def test_end_of_turn_stops_and_is_part_of_the_reply(policy: Policy, renderer: Re
     end = policy.family.end_of_turn_id
     (reply,) = ask(make(steered(policy, end)), [first_request(renderer, "0/0")])
     assert (reply.token_ids, reply.finish_reason) == ((end,), "stop")
+
+
+def test_a_reply_ends_with_every_token_that_the_model_ends_with(policy: Policy) -> None:
+    """huggingface/trl#7039, NVIDIA-NeMo/Megatron-Bridge#5246: Qwen's generation_config names <|endoftext|> too."""
+    padding, end = policy.family.padding_id, policy.family.end_of_turn_id
+    assert policy.family.end_ids == (end,)
+    both = steered(policy, padding)
+    for declared in ([end, padding], padding):
+        assert both.model.generation_config is not None
+        both.model.generation_config.eos_token_id = declared
+        family = family_of(both.model, both.processor)
+        assert family.end_ids == (end, padding)
+        ending = replace(both, family=family)
+        renderer = Renderer(ending)
+        (reply,) = ask(make(ending), [first_request(renderer, "0/0")])
+        assert (reply.token_ids, reply.finish_reason) == ((padding,), "stop")
+        assert renderer.decode((*renderer.encode("x = 5"), padding)) == "x = 5"
 
 
 def test_every_request_has_its_own_token_limit(policy: Policy, renderer: Renderer) -> None:
