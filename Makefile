@@ -11,6 +11,8 @@ RECIPE ?=
 SET ?=
 # Of the Prefect server that `make services` starts.
 PORT ?= 4200
+# Not empty: services-stop cancels the runs that are at work.
+FORCE ?=
 # Processes that `make test` runs tests in; 0: in pytest's own.
 TEST_PROCESSES ?= 2
 # Where tests put their files: in memory, if there is room, as a database waits for the disk at every write.
@@ -86,8 +88,8 @@ gpu-payload: $(READY) ## archives for a GPU host without internet (OUT=directory
 services: $(READY) ## Prefect server and worker in the background, deployments registered
 	@$(BIN)/python scripts/services.py start --port $(PORT)
 
-services-stop: $(READY) ## end them
-	@$(BIN)/python scripts/services.py stop
+services-stop: $(READY) ## end them (FORCE=1: also runs that are at work)
+	@$(BIN)/python scripts/services.py stop $(if $(FORCE),--force)
 
 clean: ## remove outputs, caches and runs of this checkout (not .venv)
 	rm -rf artifacts runs .polyturn .dvc/cache .dvc/tmp

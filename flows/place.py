@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.utilities.urls import url_for
 
 from polyturn import layout, lease, workspace
@@ -118,8 +119,10 @@ def page() -> str | None:
 
 def _tag(tags: list[str]) -> None:
     wanted = sorted({*flow_run.get_tags(), *tags})
+    # That of a deployment's run is known already; flows/at_work.py looks whether it lives.
+    pid = None if deployment.get_id() else str(os.getpid())
     with get_client(sync_client=True) as client:
-        client.update_flow_run(UUID(flow_run.get_id()), tags=wanted)
+        client.update_flow_run(UUID(flow_run.get_id()), tags=wanted, infrastructure_pid=pid)
     get_run_logger().info("this run is %s", ", ".join(tags))
 
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -27,10 +28,12 @@ from polyturn import environment, processes  # noqa: E402 - the checkout need no
 STATE = ROOT / ".polyturn" / "services"
 CPU = "polyturn-cpu"
 PROFILES = ROOT / ".prefect" / "profiles.toml"
+_PROFILE = "polyturn"
 # A worker's processes say that they live, so that the server notices when they do not; new runs are asked for often.
 _WORKER = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_WORKER_QUERY_SECONDS": "5"}
 _START_S = 120.0
 _STOP_S = 10.0
+_CANCEL_S = 30.0  # in which cancelled runs end
 
 
 class ServicesError(ValueError):
@@ -40,18 +43,24 @@ class ServicesError(ValueError):
 def start(port: int) -> None:
     """Start what is not running, register the deployments, and say how to use them.
 
+    A server that runs already keeps its port. Runs that were lost with the last one are marked Crashed.
+
     Raises:
         ServicesError: the port is taken, or a service does not come up.
     """
-    url = f"http://127.0.0.1:{port}/api"
+    is_running = _running("server") is not None
+    url = (_address() if is_running else None) or f"http://127.0.0.1:{port}/api"
     os.environ["PREFECT_API_URL"] = url
-    if _running("server") is None:
+    if not is_running:
         _check_port(port)
         _spawn("server", "server", "start", "--host", "127.0.0.1", "--port", str(port))
         _wait_for_server(url)
     PROFILES.parent.mkdir(exist_ok=True)
-    PROFILES.write_text(f'active = "polyturn"\n\n[profiles.polyturn]\nPREFECT_API_URL = "{url}"\n')
+    PROFILES.write_text(
+        f'active = "{_PROFILE}"\n\n[profiles.{_PROFILE}]\nPREFECT_API_URL = "{url}"\n'
+    )
     deploy()
+    _crash_the_lost()
     if _running("worker") is None:
         os.environ.update(_worker_environment())
         _spawn(
@@ -94,8 +103,15 @@ def _worker_environment() -> dict[str, str]:
     return {**given, "POLYTURN_ROOT": str(ROOT), "PYTHONPATH": str(ROOT)}
 
 
-def stop() -> None:
-    """End worker and server, and what they started."""
+def stop(*, is_forced: bool = False) -> None:
+    """End worker and server, and what they started; `is_forced` cancels the runs that are at work.
+
+    Raises:
+        ServicesError: runs are at work, and it is not forced.
+    """
+    if _running("server") is not None and (url := _address()):
+        os.environ["PREFECT_API_URL"] = url
+        _end_runs(is_forced=is_forced)
     for name in ("worker", "server"):
         process = _running(name)
         if process is not None:
@@ -103,6 +119,46 @@ def stop() -> None:
             print(f"{name} (pid {process.pid}) has ended")
         _pid_file(name).unlink(missing_ok=True)
     PROFILES.unlink(missing_ok=True)
+
+
+def _end_runs(*, is_forced: bool) -> None:
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 - see `deploy`
+
+    from flows import at_work  # noqa: PLC0415
+
+    try:
+        with get_client(sync_client=True) as client:
+            runs = at_work.find(client)
+            names = ", ".join(sorted(run.name for run in runs))
+            if runs and not is_forced:
+                raise ServicesError(
+                    f"at work: {names}; wait for their end (`polyturn stop NAME` ends training after this step), or cancel "
+                    "them: make services-stop FORCE=1"
+                )
+            if runs:
+                print(f"cancelling {names}")
+                at_work.cancel(client, runs, wait_s=_CANCEL_S)
+    except httpx.HTTPError as error:
+        print(f"the server does not answer ({error}): its runs are not looked at", file=sys.stderr)
+
+
+def _crash_the_lost() -> None:
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 - see `deploy`
+
+    from flows import at_work  # noqa: PLC0415
+
+    with get_client(sync_client=True) as client:
+        if lost := at_work.crash_the_lost(client):
+            print(f"marked Crashed, as their processes are gone: {', '.join(run.name for run in lost)}")  # fmt: skip
+
+
+def _address() -> str | None:
+    """PREFECT_API_URL of the server that `start` has started; None where nothing tells it."""
+    try:
+        profiles = tomllib.loads(PROFILES.read_text())["profiles"]
+        return str(profiles[_PROFILE]["PREFECT_API_URL"])
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        return None
 
 
 def _pid_file(name: str) -> Path:
@@ -201,13 +257,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=4200, help="start: of the server")
     parser.add_argument("--pool", default=CPU, help="worker: the pool to work for (%(default)s)")
     parser.add_argument("--name", help="worker: its name (pool and host)")
+    parser.add_argument(
+        "--force", action="store_true", help="stop: cancel the runs that are at work"
+    )
     chosen = parser.parse_args(arguments)
     environment.apply(ROOT)
     try:
         if chosen.action == "start":
             start(chosen.port)
         elif chosen.action == "stop":
-            stop()
+            stop(is_forced=chosen.force)
         else:
             _check_named_server()
             deploy() if chosen.action == "deploy" else work(chosen.pool, chosen.name)

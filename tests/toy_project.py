@@ -101,7 +101,8 @@ class ToyProject:
         return subprocess.Popen(
             command,
             cwd=self.path,
-            env={**os.environ, "GIT_CONFIG_COUNT": "2",
+            # `import flows` names the home of the checkout under test, whose runs are none of the toy's
+            env={**os.environ, "PREFECT_HOME": str(self.path / ".prefect"), "GIT_CONFIG_COUNT": "2",
                  "GIT_CONFIG_KEY_0": "user.name", "GIT_CONFIG_VALUE_0": "test",
                  "GIT_CONFIG_KEY_1": "user.email", "GIT_CONFIG_VALUE_1": "test@example.org", **env},
             stdout=subprocess.PIPE,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -285,6 +288,42 @@ def test_a_port_in_use_is_named(toy: Toy) -> None:
     assert f"PORT={port + 1}" in line
 
 
+def test_services_are_not_ended_under_a_run_and_a_lost_run_is_no_run(toy: Toy) -> None:
+    """PrefectHQ/prefect#16746, #18257: a run whose worker is gone stays Running for ever."""
+    project = toy(one='Path("started").touch(); time.sleep(120)')
+    state = project.path / ".polyturn"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    services = (sys.executable, "scripts/services.py")
+    run = ("prefect", "deployment", "run", "pipeline/cpu-demo", "--flow-run-name")
+    try:
+        assert project.run(*services, "start", "--port", port).returncode == 0
+        assert project.run(*run, "first").returncode == 0
+        wait_until((state / "worktrees/first/started").exists, seconds=60)
+        refused = project.run(*services, "stop")
+        assert refused.returncode == 2
+        (line,) = refused.stdout.splitlines()
+        assert line.startswith("error: at work: first; wait for their end")
+        for name in ("worker", "server"):  # the machine goes down
+            text = (state / f"services/{name}.pid").read_text()
+            os.killpg(processes.parse(text).pid, signal.SIGKILL)
+        os.kill(json.loads((state / "locks/first.lock").read_text())["pid"], signal.SIGKILL)
+        up = project.run(*services, "start", "--port", port)
+        assert "marked Crashed, as their processes are gone: first" in up.stdout
+        assert project.run(*run, "second").returncode == 0
+        wait_until((state / "worktrees/second/started").exists, seconds=60)
+        forced = project.run(*services, "stop", "--force")
+        assert forced.returncode == 0
+        assert forced.stdout.splitlines()[0] == "cancelling second"
+        with closing(sqlite3.connect(project.path / ".prefect/prefect.db")) as database:
+            found = dict(database.execute("SELECT name, state_type FROM flow_run"))
+        assert found == {"first": "CRASHED", "second": "CANCELLED"}
+        assert {state for ended in project.runs().values() for state in ended} == {"KILLED"}
+    finally:
+        project.run(*services, "stop", "--force")
+
+
 def test_a_deployment_runs_on_the_worker_that_services_start(toy: Toy, tmp_path: Path) -> None:
     project = toy(one="pass")
     with socket.socket() as probe:
@@ -298,6 +337,9 @@ def test_a_deployment_runs_on_the_worker_that_services_start(toy: Toy, tmp_path:
         done = project.run(*command, "-p", 'overrides={"seed": 9}')
         assert "finished successfully" in done.stdout, done.stdout
         assert list((project.path / "runs").glob("*/report.html"))
+        assert project.run(*services, "start", "--port", str(port + 1)).returncode == 0
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) == 0, "a server that runs keeps its port"
     finally:
         down = project.run(*services, "stop")
     assert "server (pid" in down.stdout
