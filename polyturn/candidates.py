@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from polyturn import checkpoint, model
+from polyturn import directories, model
 from polyturn.model import Policy
 from polyturn.world import ONE, World
 
@@ -53,4 +53,4 @@ class Candidates:
         kept = {self.path(version) for version in versions}
         for path in self.directory.glob("version_*"):
             if path not in kept:
-                checkpoint.remove(path)
+                directories.remove(path)

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from polyturn import directories
 from polyturn.types import Json
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,7 @@ def commit(directory: Path, step: int, state: Mapping[str, Json]) -> Path:
         if path.is_file()
     }
     (partial / MARKER).write_text(json.dumps({"files": files, "state": state}, indent=1))
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
+    directories.replace(partial, final)
     return final
 
 
@@ -70,18 +70,7 @@ def prune(directory: Path, keep: int, *, newest: int) -> None:
     for step in steps.keys() - kept:
         if step > newest:
             logger.warning("%s is removed: the run is at step %d only", steps[step], newest)
-        remove(steps[step])
-
-
-def remove(directory: Path) -> None:
-    """Remove what is not needed any more; if that fails it stays, with a warning.
-
-    A file that some program holds open on NFS is no reason to end a run.
-    """
-    try:
-        shutil.rmtree(directory)
-    except OSError as error:
-        logger.warning("%s could not be removed: %s", directory, error)
+        directories.remove(steps[step])
 
 
 def states(directory: Path) -> list[Mapping[str, Json]]:

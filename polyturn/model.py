@@ -24,7 +24,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.processing_utils import ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from polyturn import attention, deepstack, hf_weights
+from polyturn import attention, deepstack, directories, hf_weights
 from polyturn.hf_weights import WeightsError
 from polyturn.params import ModelParams
 from polyturn.processor import (
@@ -292,8 +292,7 @@ def save(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    directories.replace(partial, directory)
 
 
 def _for_files(

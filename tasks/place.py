@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from polyturn import checkpoint, lease
+from polyturn import directories, lease
 from polyturn.checkout import from_home, main_checkout
 from polyturn.object_lease import ObjectLease
 from polyturn.objects import Objects
@@ -72,7 +72,7 @@ def occupy(ctx: StageContext) -> Place:
         shutil.rmtree(work, ignore_errors=True)
     if not uri.startswith(_S3):
         work.mkdir(parents=True, exist_ok=True)
-        ctx.cleanups.append(partial(checkpoint.remove, work))
+        ctx.cleanups.append(partial(directories.remove, work))
         return Place(work, str(work.absolute()))
     address = f"{uri.rstrip('/')}/{key}"
     found = snapshots_at(address, ctx.params)
@@ -82,7 +82,7 @@ def occupy(ctx: StageContext) -> Place:
         found.remove()
     fetch_newer(found, work)
     work.mkdir(parents=True, exist_ok=True)
-    ctx.cleanups.extend([found.remove, partial(checkpoint.remove, work)])
+    ctx.cleanups.extend([found.remove, partial(directories.remove, work)])
     return Place(work, address, Mirror(work, found, held))
 
 

@@ -162,27 +162,33 @@ def test_checkpoints_of_a_run_that_was_given_up_do_not_push_out_the_first_ones_o
     assert newest(tmp_path) == 200
 
 
-def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+def test_a_directory_that_cannot_be_removed_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """prime-rl #1763: a file that another program holds open on NFS; also of candidates and the work directory."""
+    """prime-rl #1763, TRL #2928: another program holds a file open on NFS; old ones stay, and new ones take their place."""
+    save(tmp_path, 1, keep=1)
+    (tmp_path / "step_000001" / "held").touch()
     rmtree = shutil.rmtree
 
     def refuse(path: Path, *, ignore_errors: bool = False) -> None:
-        if path.exists() and path.name in ("step_000001", "version_000001"):
+        if not (path / "held").exists():
+            rmtree(path, ignore_errors=ignore_errors)
+        elif not ignore_errors:
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
-        rmtree(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    with CheckpointWriter(tmp_path, keep=1) as writer:
-        for step in (1, 2, 3):
-            writer.submit(step, {"step": step}, write_text("w"))
+    save(tmp_path, 2, 3, keep=1)
     assert names(tmp_path) == ["step_000001", "step_000003"]
     assert "step_000001 could not be removed: " in caplog.text
+    write(tmp_path, 1, write_text("again"), keep=3)
+    assert (tmp_path / "step_000001" / "weights").read_text() == "again"
+    assert newest(tmp_path) == 1
+    candidates = tmp_path / "candidates"
     for version in (1, 2, 3):
-        (tmp_path / f"version_00000{version}").mkdir()
-    Candidates(NO_POLICY, tmp_path).prune({3})
-    assert names(tmp_path)[2:] == ["version_000001", "version_000003"]
+        (candidates / f"version_00000{version}").mkdir(parents=True)
+    (candidates / "version_000001" / "held").touch()
+    Candidates(NO_POLICY, candidates).prune({3})
+    assert names(candidates) == ["version_000001", "version_000003"]
 
 
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:
