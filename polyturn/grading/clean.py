@@ -114,7 +114,7 @@ _FUNCTIONS = r"(?:pi|sqrt|sin|cos|tan|sec|csc|cot|log|ln|exp|and|or|not|to|than|
 _TRAILING_WORDS = re.compile(rf"(?<=[\d}})°])(?:\s+(?!{_FUNCTIONS}\b)[A-Za-z]{{2,}})+$")
 # What is said about a value behind it: (approximately), (\approx 37.7), (cubic cm).
 _REMARK = re.compile(
-    rf"(?:(?<=[\d}})°])|(?<=\\pi))\s*\((?:\\approx[^()]*|°|(?!{_FUNCTIONS})[a-z]{{3,}}[^()]*|{_UNIT})\)\s*$"
+    rf"(?:(?<=[\d}})°])|(?<=\\pi))\s*\((?:\\approx[^()]*|°|not\b[^()]*|(?!{_FUNCTIONS})[a-z]{{3,}}[^()]*|{_UNIT})\)\s*$"
 )
 # 30°15'20''
 _SEXAGESIMAL = re.compile(
@@ -204,8 +204,8 @@ def right_side(text: str) -> str:
     """
     exact, *rounded = _APPROX.split(text)
     if rounded and not _EQUALS.search(exact):
-        is_value = exact.strip() and not _VARIABLE.search(exact)
-        return (exact if is_value else rounded[0]).strip()
+        value = without_leading_words(exact.strip())
+        return value if value and not _VARIABLE.search(value) else rounded[0].strip()
     *left, right = _EQUALS.split(exact)
     if any(_SEPARATOR.search(_BRACKETED.sub("", side)) for side in left):
         return text

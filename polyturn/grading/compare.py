@@ -42,9 +42,14 @@ def same_value(prediction: Value, reference: Value, policy: Policy) -> str | Non
 
 
 def _only_element(value: Value) -> Value:
-    """The number of a set of one number, as a solution set is written."""
-    if isinstance(value, Collection) and value.kind == "set" and len(value.items) == 1:
-        return value.items[0]
+    r"""The number of a set that holds one, in one form or several (`8\sqrt{3} or 13.86`), as a solution set is written."""
+    if not isinstance(value, Collection) or value.kind != "set":
+        return value
+    first = min(
+        value.items, key=lambda item: isinstance(item, Number) and item.decimals is not None
+    )
+    if all(same_value(first, item, Policy()) for item in value.items):
+        return first
     return value
 
 

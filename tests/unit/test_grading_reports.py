@@ -156,6 +156,29 @@ def test_a_solution_set_of_one_number_is_the_number() -> None:
     assert answers_match("\\boxed{\\varnothing}", "\\emptyset")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The length is $8\\sqrt{3} \\approx 13.86$ units.",
+        "The length is $8\\sqrt{3}$ (approximately 13.86).",
+        "\\boxed{8\\sqrt{3} \\text{ or } 13.86}",
+        "\\boxed{13.86 \\text{ or } 8\\sqrt{3}}",
+        "\\boxed{8\\sqrt{3} \\text{ (about 13.86)}}",
+        "x = 8√3 ≈ 13.86",
+    ],
+)
+def test_the_exact_value_counts_where_its_rounding_stands_beside_it(text: str) -> None:
+    assert answers_match(text, "8 \\sqrt { 3 }")
+    assert not answers_match(text, "8 \\sqrt { 2 }")
+
+
+def test_two_values_are_not_one_because_they_are_near() -> None:
+    for text in ("24 or 25", "8\\sqrt{3} or 13.87", "4.2 or 4.24", "8\\sqrt{3}, 24"):
+        assert not answers_match(f"\\boxed{{{text}}}", "8\\sqrt{3}"), text
+        assert not answers_match(f"\\boxed{{{text}}}", "24"), text
+    assert answers_match("\\boxed{24 (not 25)}", "24")
+
+
 def test_a_computed_label_is_exact_to_what_a_double_holds() -> None:
     """Labels of float columns: 5/13 is printed as 0.38461538461538464."""
     assert answers_match("\\boxed{\\frac{5}{13}}", str(5 / 13))
