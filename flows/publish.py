@@ -16,8 +16,11 @@ from prefect.cache_policies import NO_CACHE
 from flows import dvc_commands as dvc
 from flows.place import ROOT, Place, page
 from polyturn import layout
+from polyturn.report import card
 
-_KEPT = (layout.PARAMS, layout.DVC_LOCK, layout.METRICS, layout.REGISTERED, layout.REPORT)
+_KEPT = (
+    layout.PARAMS, layout.DVC_LOCK, layout.METRICS, layout.REGISTERED, layout.REPORT, card.HTML, card.MARKDOWN,
+)  # fmt: skip
 
 
 def copy_out(place: Place) -> Path:

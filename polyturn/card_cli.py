@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from polyturn import layout, params
-from polyturn.report.card import TrainingRun, write_card
+from polyturn.checkout import WORKTREES
+from polyturn.report.card import HTML, MARKDOWN, TrainingRun, write_card
 from polyturn.report.data import read_run
 from polyturn.report.work import METRICS
 from polyturn.tracking import histories
@@ -13,16 +14,19 @@ from polyturn.tracking.store import Store, connect
 
 
 def run(root: Path) -> tuple[Path, Path]:
-    """Write runs/card.html and runs/card.md.
+    """Write runs/card.html and runs/card.md of a checkout or worktree; a runs/NAME holds those of its run already.
 
     Raises:
-        ValueError: params.yaml is wrong, nothing ran here, or the store does not answer.
+        ValueError: params.yaml is wrong, nothing ran there, or the store does not answer.
     """
+    kept = (root / HTML.name, root / MARKDOWN.name)
+    if all(path.is_file() for path in kept):
+        return kept
     chosen = params.load(root / layout.PARAMS)
     if not any((root / path).exists() for path in (layout.TRAIN_RUN, layout.METRICS)):
         raise ValueError(
             f"card: {root} has neither {layout.TRAIN_RUN} nor {layout.METRICS}, so nothing ran here; `dvc repro` first, or "
-            f"go to the run's worktree below {layout.STATE / 'worktrees'}"
+            f"name the directory of a run: one below {WORKTREES}, or runs/NAME"
         )
     return write(root, connect(chosen.tracking, root))
 

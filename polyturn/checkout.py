@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from polyturn import layout
+
+WORKTREES = layout.STATE / "worktrees"  # of a checkout: flow runs' and reproductions', by name
 _EXPERIMENTS = Path(
     ".dvc/tmp/exps"
 )  # of `dvc exp run --temp` and --queue: repositories of their own

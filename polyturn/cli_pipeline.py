@@ -83,9 +83,9 @@ def _launch(chosen: argparse.Namespace) -> int:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    from polyturn import doctor, layout, params
+    from polyturn import doctor
 
-    findings = doctor.examine(Path.cwd())
-    allowed = params.load(layout.PARAMS).doctor.allow
+    site = doctor.site_of(Path.cwd())
+    findings, allowed = doctor.examine(site), site.params.doctor.allow
     print(doctor.told(findings, allowed, with_colour=sys.stdout.isatty()))
     return 0 if doctor.is_healthy(findings, allowed) else 1

@@ -16,7 +16,15 @@ def add(command: AddCommand) -> None:
     """Add the subcommands; `command(name, about)` makes a parser for one."""
     _add_compare(command("compare", "compare two versions or runs on the same evaluation set"))
     _add_promote(command("promote", "move the champion alias, by the promotion rule or by hand"))
-    card = command("card", "write the run card of this checkout: runs/card.html and runs/card.md")
+    card = command("card", "write the run card of a checkout: its runs/card.html and runs/card.md")
+    card.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="RUN",
+        help="a checkout or worktree, or a runs/NAME, which holds the card of its run (%(default)s)",
+    )
     card.set_defaults(run=_card)
     _add_reproduce(command("reproduce", "run a past run again from its record, and compare"))
 
@@ -104,6 +112,5 @@ def _reproduce(chosen: argparse.Namespace) -> int:
 def _card(chosen: argparse.Namespace) -> int:
     from polyturn import card_cli
 
-    del chosen
-    print("\n".join(str(path) for path in card_cli.run(Path.cwd())))
+    print("\n".join(str(path) for path in card_cli.run(chosen.directory.absolute())))
     return 0

@@ -51,16 +51,17 @@ def at_start(root: Path) -> StartReport:
     """The checks that training begins with, on a checkout.
 
     Raises:
-        ParamsError: see `examine`.
+        ParamsError: see `site_of`.
     """
-    allowed = params.load(root / layout.PARAMS).doctor.allow
-    findings = [found for found in examine(root, AT_START) if found.outcome == "failed"]
+    site = site_of(root)
+    allowed = site.params.doctor.allow
+    findings = [found for found in examine(site, AT_START) if found.outcome == "failed"]
     may_pass = all(found.may_pass for found in findings if found.check not in allowed)
     return StartReport(told(findings, allowed), is_healthy(findings, allowed), may_pass)
 
 
-def examine(root: Path, checks: Mapping[str, Check] = CHECKS) -> list[Finding]:
-    """Run checks on a checkout; one that raises has failed with what it raised.
+def site_of(root: Path) -> Site:
+    """A checkout with its params.
 
     Raises:
         ParamsError: params.yaml cannot be read, or doctor.allow names no check.
@@ -70,6 +71,11 @@ def examine(root: Path, checks: Mapping[str, Check] = CHECKS) -> list[Finding]:
         raise params.ParamsError(
             f"doctor.allow: {', '.join(sorted(unknown))} is no check; known: {', '.join(CHECKS)}"
         )
+    return site
+
+
+def examine(site: Site, checks: Mapping[str, Check] = CHECKS) -> list[Finding]:
+    """Run checks on a checkout; one that raises has failed with what it raised."""
     findings: list[Finding] = []
     for name, check in checks.items():
         try:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from polyturn import dvc_objects, layout, workspace
-from polyturn.checkout import main_checkout
+from polyturn.checkout import WORKTREES, main_checkout
 from polyturn.objects import Objects
 from polyturn.params import Params
 from polyturn.tracking.needs import Needs, RunRecord, find
@@ -85,7 +85,7 @@ def told(found: Plan, *, is_dry: bool) -> list[str]:
 
 def _worktrees(site: _Site) -> Iterator[Item]:
     kept = {run.name for run in site.needs.runs if run.run_id in site.needs.kept}
-    for path in sorted((site.root / layout.STATE / "worktrees").glob("*")):
+    for path in sorted((site.root / WORKTREES).glob("*")):
         if path.is_dir() and path.name not in kept and not _is_held(path / layout.STATE / "work"):
             yield Item(
                 "worktree", path.name, _size(path), partial(workspace.remove, site.root, path)
@@ -167,7 +167,7 @@ def _dvc_gc(site: _Site, arguments: Sequence[str]) -> str:
         dvc_objects.write_pointer(
             pins / "pins.dvc", {md5: md5 for md5 in sorted(site.needs.digests)}
         )
-        going = {site.root / layout.STATE / "worktrees" / item.name for item in _worktrees(site)}
+        going = {site.root / WORKTREES / item.name for item in _worktrees(site)}
         others = [str(path) for path in _other_worktrees(site.root) if path not in going]
         return dvc_objects.dvc(site.root, "gc", *arguments, "--projects", str(pins), *others)
 

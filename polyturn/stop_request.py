@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyturn import layout, processes
+from polyturn.checkout import WORKTREES
 from polyturn.data.files import atomic_path
 
 _STAGE_DIR = layout.STATE / "work" / "train"
@@ -83,7 +84,7 @@ def reason(directory: Path) -> str | None:
 
 
 def _worktrees(root: Path) -> list[Path]:
-    return sorted(path for path in (root / layout.STATE / "worktrees").glob("*") if path.is_dir())
+    return sorted(path for path in (root / WORKTREES).glob("*") if path.is_dir())
 
 
 def _pointer(root: Path) -> Path:

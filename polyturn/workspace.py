@@ -19,6 +19,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 
 from polyturn import layout, params
 from polyturn.bootstrap import bootstrap
+from polyturn.checkout import WORKTREES
 from polyturn.data.files import atomic_path
 from polyturn.params import Params
 from polyturn.params_tree import ParamsError, Tree, merge, override, read_tree
@@ -180,7 +181,7 @@ def add_worktree(root: Path, name: str, revision: str) -> Path:
     Raises:
         WorkspaceError: the revision is unknown, or git fails.
     """
-    path = root / layout.STATE / "worktrees" / name
+    path = root / WORKTREES / name
     commit = revision if revision == "HEAD" else resolve(root, revision)
     _git(root, "worktree", "prune")
     if path.exists():

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from polyturn import environment, layout, workspace  # noqa: E402 - the checkout need not be installed
+from polyturn import checkout, environment, layout, workspace  # noqa: E402 - the checkout need not be installed
 
 LEARNERS: dict[str, dict[str, object]] = {
     "fsdp": {"backend": "fsdp", "num_processes": 1, "tensor_parallel": 1},
@@ -56,7 +56,7 @@ def train_with_each(seed: int, *, recipe: str | None) -> list[Result]:
     overrides = {"seed": seed, "train.resume": "never", "train.work_uri": ""}
     plan = workspace.compose(ROOT, recipe=recipe, overrides=overrides)
     name = f"learners-{seed}"
-    path = ROOT / layout.STATE / "worktrees" / name
+    path = ROOT / checkout.WORKTREES / name
     if path.exists():
         workspace.remove(ROOT, path)
     workspace.create(ROOT, name, plan.changes)

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from polyturn import environment, layout, workspace  # noqa: E402 - the checkout need not be installed
+from polyturn import checkout, environment, layout, workspace  # noqa: E402 - the checkout need not be installed
 
 STAGES = ("fetch", "images", "model", "warmstart", "train", "evaluate", "register")
 MAX_BEFORE, MIN_AFTER = 0.35, 0.70  # sampled accuracy on held-out problems
@@ -55,7 +55,7 @@ def run_from_scratch(name: str, *, seed: int, recipe: str | None) -> Run:
     """
     overrides = {"seed": seed, "train.resume": "never", "train.work_uri": ""}
     plan = workspace.compose(ROOT, recipe=recipe, overrides=overrides)
-    path = ROOT / layout.STATE / "worktrees" / name
+    path = ROOT / checkout.WORKTREES / name
     if path.exists():
         workspace.remove(ROOT, path)
     workspace.create(ROOT, name, plan.changes)

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from polyturn import environment, layout, params, trajectories, workspace  # noqa: E402 - see services.py
+from polyturn import checkout, environment, layout, params, trajectories, workspace  # noqa: E402 - see services.py
 from polyturn.params import Params  # noqa: E402
 from polyturn.types import Status  # noqa: E402
 
@@ -104,7 +104,7 @@ def run(source: Path) -> Path:
         )
     overrides = {"data.path": str(source.resolve())}
     plan = workspace.compose(ROOT, recipe=RECIPE, overrides=overrides)
-    old = ROOT / layout.STATE / "worktrees" / NAME
+    old = ROOT / checkout.WORKTREES / NAME
     if old.exists():
         workspace.remove(ROOT, old)
     root = workspace.create(ROOT, NAME, plan.changes)

@@ -35,7 +35,7 @@ def check() -> None:
     """Run the checks of this checkout that take no model.
 
     Raises:
-        ParamsError: see `polyturn.doctor.examine`.
+        ParamsError: see `polyturn.doctor.site_of`.
         PreflightError: something is red.
         NoAnswerError: only servers are.
     """

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from polyturn import card_cli, layout
+from polyturn import card_cli, cli, layout
 from polyturn.params import Params
 from polyturn.report.card import TrainingRun, build_card, markdown, write_card
 from polyturn.report.data import read_run
@@ -121,3 +122,14 @@ def test_a_checkout_where_nothing_ran_has_no_card(tmp_path: Path):
     with pytest.raises(ValueError, match="nothing ran here; `dvc repro` first"):
         card_cli.run(tmp_path)
     assert not (tmp_path / layout.REPORT).parent.exists()
+
+
+def test_what_came_back_of_a_worktree_holds_the_card_of_its_run(directory: Path, tmp_path: Path):
+    """`polyturn card runs/NAME`: what it was made of stayed in the worktree."""
+    pages = write_card(directory, read_run(directory), TrainingRun("a" * 32, TAGS, HISTORY))
+    kept = tmp_path / "runs" / "lr-1e-5"
+    kept.mkdir(parents=True)
+    for page in pages:
+        shutil.copy(page, kept)
+    assert card_cli.run(kept) == (kept / "card.html", kept / "card.md")
+    assert cli.main(["card", str(kept)]) == 0

@@ -43,7 +43,7 @@ def test_a_check_that_raises_is_a_finding(tmp_path: Path) -> None:
     def broken(site: Site) -> Finding:
         raise OSError(f"no disk at seed {site.params.seed}")
 
-    findings = doctor.examine(tmp_path, {"broken": broken, "labels": red})
+    findings = doctor.examine(doctor.site_of(tmp_path), {"broken": broken, "labels": red})
     assert not doctor.is_healthy(findings)
     assert doctor.told(findings).splitlines() == [
         "failed  broken  OSError: no disk at seed 1",
@@ -65,13 +65,13 @@ def test_what_is_allowed_is_told_and_stops_nothing() -> None:
 def test_a_name_that_is_no_check_cannot_be_allowed(tmp_path: Path, name: str) -> None:
     (tmp_path / "params.yaml").write_text(f"doctor: {{allow: ['{name}']}}\n")
     with pytest.raises(ParamsError, match=r"doctor.allow: .* is no check; known: packages, "):
-        doctor.examine(tmp_path, {})
+        doctor.site_of(tmp_path)
 
 
 def test_checks_call_themselves_what_the_table_calls_them(tmp_path: Path) -> None:
     """Or doctor.allow would not find them."""
     (tmp_path / "params.yaml").write_text("learner: {device: cpu}\n")
-    names = [finding.check for finding in doctor.examine(tmp_path)]
+    names = [finding.check for finding in doctor.examine(doctor.site_of(tmp_path))]
     assert names == list(doctor.CHECKS)
 
 
