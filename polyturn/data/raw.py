@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, urlsplit
 
@@ -50,7 +50,8 @@ class RawWriter:
     on_row: Callable[[], None]
     _kept: dict[str, int] = field(default_factory=dict[str, int])
     _set_aside: list[SetAside] = field(default_factory=list[SetAside])
-    _ids: set[str] = field(default_factory=set[str])
+    _split_of: dict[str, str] = field(default_factory=dict[str, str])  # by id
+    _num_renamed: int = 0
     _tags_added: int = 0
 
     def write(self) -> RawReport:
@@ -77,6 +78,11 @@ class RawWriter:
             _log.warning(
                 "data.add_image_tag put <image> in front of %d rows that have pictures and no tag",
                 self._tags_added,
+            )
+        if self._num_renamed:
+            _log.warning(
+                "%d rows have ids that rows of another split have; they are named SPLIT/ID",
+                self._num_renamed,
             )
         return RawReport(self._kept, tuple(self._set_aside), self._tags_added)
 
@@ -125,9 +131,17 @@ class RawWriter:
         row = parse_row(
             raw, split=split, index=index, params=self.params, parse_answer=self.parse_answer
         )
-        if row.id in self._ids:
+        row = self._named(row)
+        self._split_of[row.id] = split
+        return row
+
+    def _named(self, row: Row) -> Row:
+        """The row under an id of its own: many datasets count anew in each split."""
+        if self._split_of.get(row.id, row.split) != row.split:
+            self._num_renamed += 1
+            row = replace(row, id=f"{row.split}/{row.id}")
+        if row.id in self._split_of:
             raise RowError("duplicate_id", f"an earlier row has id {row.id!r}")
-        self._ids.add(row.id)
         return row
 
     def _place(self, image: ImageSource) -> str:

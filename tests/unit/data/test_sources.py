@@ -305,6 +305,26 @@ def test_a_bad_line_stops_or_is_set_aside_with_file_and_line(tmp_path: Path) -> 
         _write(tmp_path / "strict", on_bad_line="stop", **where)
 
 
+def test_ids_that_count_anew_in_each_split_lose_no_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """bigscience-workshop/biomedical#165: an id is unique within its split."""
+    root = tmp_path / "set"
+    root.mkdir()
+    rows = [
+        {"id": number, "split": split, "problem": f"{split} {number}", "answer": 1}
+        for split in ("train", "val", "test")
+        for number in (0, 1, 1)
+    ]
+    _jsonl(root / "problems.jsonl", rows)
+    report = _write(tmp_path / "raw", source="geo3k", path=str(root), **ALL)
+    assert report.kept == {"train": 2, "validation": 2, "test": 2}
+    assert [row.reason for row in report.set_aside] == ["duplicate_id"] * 3
+    ids = [row["id"] for row in read_jsonl(tmp_path / "raw" / "problems.jsonl")]
+    assert ids == ["0", "1", "validation/0", "validation/1", "test/0", "test/1"]
+    assert "named SPLIT/ID" in caplog.text
+
+
 def test_rows_that_cannot_be_placed_are_set_aside_by_id(tmp_path: Path) -> None:
     root = tmp_path / "set"
     (tmp_path / "secret.png").write_bytes(png())
