@@ -20,6 +20,9 @@ from polyturn.params import DataParams
 from polyturn.types import Json
 
 IMAGE_TAG = "<image>"
+_RENDERED_IMAGE = (
+    "<|vision_start|><|image_pad|><|vision_end|>"  # a tag as Qwen's templates write it
+)
 _IMAGE_COLUMNS = ("image", "images", "img", "picture", "pictures")
 ROLES = ("system", "user", "assistant")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -202,8 +205,9 @@ def _content(value: object, own: list[ImageSource | None], name: str) -> str:
     """Text with tags of one message; `own` gets one entry per tag: its own source, or None."""
     value = plain(value)
     if isinstance(value, str):
-        own.extend([None] * value.count(IMAGE_TAG))
-        return value
+        text = value.replace(_RENDERED_IMAGE, IMAGE_TAG)
+        own.extend([None] * text.count(IMAGE_TAG))
+        return text
     if not isinstance(value, list) or not value:
         raise RowError(
             "bad_content", f"content must be text or a list of parts, got {type(value).__name__}"

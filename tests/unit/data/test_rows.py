@@ -262,6 +262,14 @@ def test_conversations_of_sharegpt_are_messages() -> None:
     assert _reason(_row([{"from": "observation", "value": "x"}])).reason == "bad_role"
 
 
+def test_a_picture_as_qwens_templates_write_it_is_a_tag() -> None:
+    """StarsfieldAI/R1-V#98: prompts that went through a chat template before."""
+    rendered = "<|vision_start|><|image_pad|><|vision_end|>"
+    row = _parse(_row(f"You see {rendered} and {rendered}. Find $x$.", [URL, OTHER]))
+    assert row.problem == "You see <image> and <image>. Find $x$."
+    assert (row.images, row.is_tag_added) == ((URL, OTHER), False)
+
+
 def test_a_part_without_text_or_picture_is_no_picture() -> None:
     assert _reason(_row([{"value": "<image>x"}])).reason == "bad_content"
     assert _parse(_row([{"type": "image"}, "x"])).problem == "<image>x"
