@@ -226,6 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         overrides = cast("dict[str, JsonValue]", workspace.parse_pairs(chosen.pairs))
         _plan(chosen.recipe, overrides)
+        workspace.require_repository(ROOT)
         if chosen.worktree:  # the flow looks as well, but after its server's start
             workspace.require_committed(ROOT)
         _check_server()

@@ -90,6 +90,15 @@ def is_locked(output: str) -> bool:
     return any(text in output for text in _LOCKED)
 
 
+def advice(output: str) -> str:
+    """How to go on where DVC cannot read a file of its own, which a kill or a full disk has cut or a merge has marked."""
+    if "RWLock-file" in output:
+        return "; remove .dvc/tmp/rwlock when no dvc works there"
+    if "dvc.lock" in output:
+        return "; take one side's, or remove it: what is in DVC's cache is not run again"
+    return ""
+
+
 def pull(root: Path, md5: str, target: Path) -> None:
     """Bring an object from the cache of the checkout, or else its default remote, to `target`, which must not exist.
 

@@ -16,7 +16,7 @@ import yaml
 
 from polyturn import layout, params
 from polyturn.checkout import main_checkout
-from polyturn.dvc_objects import is_locked
+from polyturn.dvc_objects import advice, is_locked
 from polyturn.params_tree import read_tree
 from polyturn.plan_reasons import Change, Lock, Reason, reasons_of
 
@@ -93,7 +93,8 @@ def read(root: Path) -> Plan:
         holders = ", ".join(sorted(set(_HOLDER.findall(status.stderr)))) or "another dvc command"
         raise PlanError(f"{holders} works in this checkout; ask again when it has ended")
     if status.returncode != 0:
-        raise PlanError(f"dvc status: {status.stderr.strip() or status.returncode}")
+        said = " ".join(status.stderr.split())[:500]
+        raise PlanError(f"dvc status: {said or status.returncode}{advice(said)}")
     order = list(cast("Mapping[str, object]", read_tree(root / layout.DVC_YAML)["stages"]))
     return build(root, order, json.loads(status.stdout))
 

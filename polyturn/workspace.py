@@ -237,6 +237,23 @@ def remove(root: Path, path: Path) -> None:
         _git(root, "worktree", "prune")
 
 
+def require_repository(root: Path) -> None:
+    """Make sure that git reads `root` as a repository, without which DVC does not work and no commit can be named.
+
+    Raises:
+        WorkspaceError: git is not there, or refuses; or `root` is a download without its history.
+    """
+    try:
+        _git(root, "rev-parse", "--git-dir")
+    except WorkspaceError as error:
+        if "not a git repository" not in str(error):
+            raise
+        raise WorkspaceError(
+            f"{root} is no git repository (a downloaded archive?), and DVC needs one: clone the project, or make one here "
+            "with `git init && git add . && git commit --message start`"
+        ) from None
+
+
 def uncommitted(root: Path) -> list[str]:
     """Paths with edits that are not committed; the pipeline's own outputs do not count."""
     lines = _git(root, "-c", "core.quotePath=false", "status", "--porcelain").splitlines()
@@ -248,7 +265,12 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _run(command: Sequence[str], root: Path) -> str:
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise WorkspaceError(
+            f"{error.filename} is not there: install {command[0]}, or put it into PATH"
+        ) from None
     if result.returncode:
         raise WorkspaceError(
             f"`{' '.join(command)}` in {root} failed: {' '.join(result.stderr.split())}"

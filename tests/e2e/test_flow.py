@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sqlite3
@@ -20,9 +21,10 @@ import pytest
 from prefect.cache_policies import NO_CACHE
 from prefect.tasks import Task
 
-from flows import evaluate, publish
+from flows import evaluate, graph, publish
 from flows.stage import run_elsewhere
 from polyturn import processes
+from polyturn.workspace import WorkspaceError
 from tasks.stage import run_dvc_stage
 from tests.toy_project import ToyProject, wait_until
 
@@ -266,6 +268,47 @@ def test_a_run_in_a_worktree_leaves_the_checkout_alone(toy: Toy, server: dict[st
     again = project.run(*FLOW, "--set", "seed=4", **server)
     assert again.returncode == 0
     assert "is cached - skipping run" in again.stdout
+
+
+BROKEN = {
+    "dvc.lock": ("<<<<<<< HEAD\n{}=======\n>>>>>>> theirs\n", "take one side's, or remove it"),
+    "dvc.yaml": ("{}\n  x: [", "YAML file structure is corrupted"),
+    ".dvc/tmp/rwlock": ("", "remove .dvc/tmp/rwlock when no dvc works there"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_dvc_cannot_read_is_one_line_that_says_how_to_go_on(toy: Toy, name: str) -> None:
+    """treeverse/dvc#7615 (a lock that Ctrl-C has cut), #3164; marks of a merge in dvc.lock."""
+    project = toy(one="pass")
+    assert project.run("dvc", "repro", "--quiet").returncode == 0
+    text, advice = BROKEN[name]
+    path = project.path / name
+    path.write_text(text.format(path.read_text() if path.is_file() else ""))
+    with pytest.raises(WorkspaceError) as caught:
+        graph.read(project.path)
+    planned = project.run(sys.executable, "-m", "polyturn.cli", "plan")
+    (line,) = planned.stdout.splitlines()
+    for said in (str(caught.value), line):
+        assert "\n" not in said
+        assert Path(name).name in said
+        assert advice in said or name == "dvc.yaml"
+
+
+def test_a_checkout_without_git_is_one_line(toy: Toy, tmp_path: Path) -> None:
+    """treeverse/dvc#3461: a downloaded archive is no repository; and a machine without git."""
+    project = toy(one="pass")
+    (tmp_path / "bin").mkdir()
+    without_git = project.run(*FLOW, PATH=str(tmp_path / "bin"))
+    shutil.rmtree(project.path / ".git")
+    downloaded = project.run(*FLOW)
+    for result, said in (
+        (without_git, "error: git is not there: install git, or put it into PATH"),
+        (downloaded, f"error: {project.path} is no git repository (a downloaded archive?)"),
+    ):
+        assert result.returncode == 2
+        (line,) = result.stdout.splitlines()
+        assert line.startswith(said)
 
 
 def test_a_prefect_server_that_does_not_answer_is_named(toy: Toy) -> None:
