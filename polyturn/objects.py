@@ -85,7 +85,14 @@ class Objects:
             connect_timeout=min(_CONNECT_S, timeout_s),
             read_timeout=timeout_s,
         )
-        client = _session(address).client("s3", endpoint_url=endpoint_url, config=config)
+        session = _session(address)
+        try:
+            client = session.client("s3", endpoint_url=endpoint_url, config=config)
+        except (BotoCoreError, ValueError) as error:
+            where = f"storage.endpoint_url {endpoint_url!r}" if endpoint_url else "AWS"
+            raise ObjectsError(
+                f"{address}: {where} cannot be used ({error}); check the address (http://HOST:PORT) and AWS_DEFAULT_REGION"
+            ) from None
         self._client = cast("_Client", client)
 
     def get(self, name: str) -> Stored | None:
@@ -216,8 +223,14 @@ def _session(address: str) -> Session:
             f"{address} needs both of {KEY_PAIR[0]} and {KEY_PAIR[1]}; {missing[0]} is not set"
         )
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
-    session = Session()
-    if session.get_credentials() is None:
+    try:
+        session = Session()
+        credentials = session.get_credentials()
+    except BotoCoreError as error:  # a profile or a file that is not as it should be
+        raise ObjectsError(
+            f"{address}: the AWS settings of the environment cannot be used ({error}); check AWS_PROFILE and ~/.aws"
+        ) from None
+    if credentials is None:
         raise ObjectsError(
             f"{address} has no credentials: set {KEY_PAIR[0]} and {KEY_PAIR[1]} (or AWS_PROFILE, or "
             "AWS_EC2_METADATA_DISABLED=false for an instance role)"

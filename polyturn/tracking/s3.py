@@ -32,8 +32,14 @@ def check(location: str, timeout_s: float) -> None:
             f"{location!r} needs both of {_PAIR[0]} and {_PAIR[1]}; {missing[0]} is not set"
         )
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
-    session = boto3.session.Session()
-    if session.get_credentials() is None:
+    try:
+        session = boto3.session.Session()
+        credentials = session.get_credentials()
+    except BotoCoreError as error:  # a profile or a file that is not as it should be
+        raise S3Error(
+            f"{location!r}: the AWS settings of the environment cannot be used ({error}); check AWS_PROFILE and ~/.aws"
+        ) from None
+    if credentials is None:
         raise S3Error(
             f"{location!r} has no credentials: set {_PAIR[0]} and {_PAIR[1]} (or AWS_PROFILE, or "
             "AWS_EC2_METADATA_DISABLED=false for an instance role), and MLFLOW_S3_ENDPOINT_URL for a "

@@ -364,3 +364,21 @@ def test_a_damaged_snapshot_is_removed_and_the_one_before_it_taken(
     assert "snapshot of step 2" in caplog.text
     assert not (tmp_path / "a").exists()
     assert snapshots.latest() == 1
+
+
+@pytest.mark.usefixtures("credentials")
+@pytest.mark.parametrize(
+    ("endpoint", "region", "named"),
+    [
+        ("127.0.0.1:9000", "", r"storage\.endpoint_url '127\.0\.0\.1:9000'"),
+        (None, "eu west", "AWS_DEFAULT_REGION"),
+    ],
+)
+def test_an_address_that_is_none_is_named_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str | None, region: str, named: str
+) -> None:
+    """mlflow/mlflow#1990: `Invalid endpoint`, for want of http://."""
+    if region:
+        monkeypatch.setenv("AWS_DEFAULT_REGION", region)
+    with pytest.raises(ObjectsError, match=named):
+        Objects("s3://team/x", endpoint_url=endpoint)

@@ -25,6 +25,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from polyturn import layout
+from polyturn.objects import Objects, ObjectsError
 from polyturn.params import Params, RegistryParams, TrackingParams
 from polyturn.pictures import Pictures
 from polyturn.report.data import read_run
@@ -349,6 +350,21 @@ def test_half_a_pair_of_keys_names_the_other_half(
     no_aws.setenv(given, "x")
     with pytest.raises(TrackingError, match=f"{missing} is not set"):
         connect(BUCKET, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("AWS_PROFILE", "no-such"), ("AWS_CONFIG_FILE", "cut")]
+)
+def test_aws_settings_that_cannot_be_used_are_one_line(
+    tmp_path: Path, no_aws: pytest.MonkeyPatch, name: str, value: str
+):
+    """jorgebastida/awslogs#352: ProfileNotFound, a profile of the user's shell that this machine does not know."""
+    (tmp_path / "cut").write_text("[default")
+    no_aws.setenv(name, str(tmp_path / value) if name == "AWS_CONFIG_FILE" else value)
+    with pytest.raises(TrackingError, match=r"tracking\.artifact_location .*check AWS_PROFILE"):
+        connect(BUCKET, tmp_path)
+    with pytest.raises(ObjectsError, match="check AWS_PROFILE"):
+        Objects("s3://team/x", endpoint_url=None)
 
 
 def test_half_a_pair_of_keys_does_not_touch_local_runs(project: Path, no_aws: pytest.MonkeyPatch):
