@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polyturn.envs.lenient_json import MalformedJsonError, read_object
+from polyturn.envs.lenient_json import MAX_CHARACTERS, MalformedJsonError, read_object
 from polyturn.types import Json
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -28,7 +28,7 @@ _START = re.compile(r"\s*(?:```(?:json)?\s*)?(?:\[\s*(?=\{))?")
 _NEXT = re.compile(r'[\s,]*(?=\{\s*"(?:name|function|type)")')
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>(.*?)</parameter>", re.DOTALL)
-_FUNCTION_END = re.compile(r"\s*(?:</function>|</tool_call>|<\||$)")
+_FUNCTION_END = re.compile(r"\s*(?:</function>|(?=</tool_call>|<\||$))")
 _EXAMPLE = '<tool_call>{"name": "NAME", "arguments": {"KEY": "VALUE"}}</tool_call>'
 
 
@@ -92,12 +92,14 @@ def read_reply(text: str) -> Reply:
 
 def _read_block(text: str, start: int) -> tuple[list[ToolCall | ToolCallError], int]:
     """The calls whose payload starts at `start`, nearly always one, and the position after their block."""
-    function = _FUNCTION.match(text, start)
-    if function:
-        call, end = _read_function(text, function)
-        return [call], _end_of_block(text, end)
     calls: list[ToolCall | ToolCallError] = []
-    end, begins = start, _START.match(text, start)
+    end = start
+    while function := _FUNCTION.match(text, end):
+        call, end = _read_function(text, function)
+        calls.append(call)
+    if calls:
+        return calls, _end_of_block(text, end)
+    begins = _START.match(text, start)
     while begins:
         try:
             value, end = read_object(text, begins.end())
@@ -114,14 +116,15 @@ def _read_function(text: str, function: re.Match[str]) -> tuple[ToolCall | ToolC
     """A call in tags of its own; a parameter is text, or the array or object that it spells."""
     arguments: dict[str, Json] = {}
     end = function.end()
-    while found := _PARAMETER.match(text, end):
+    while found := _PARAMETER.match(text, end, end + MAX_CHARACTERS):
         arguments[found[1].strip()] = _spelled(found[2].strip())
         end = found.end()
     if not function[1].strip():
         return ToolCallError("<function=...> must name a function"), end
-    if not _FUNCTION_END.match(text, end):
+    closing = _FUNCTION_END.match(text, end)
+    if closing is None:
         return ToolCallError("<parameter=...> and </parameter> must enclose each argument"), end
-    return ToolCall(function[1].strip(), arguments), end
+    return ToolCall(function[1].strip(), arguments), closing.end()
 
 
 def _spelled(value: str) -> Json:

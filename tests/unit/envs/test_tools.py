@@ -207,6 +207,17 @@ def test_a_call_in_tags_of_its_own_is_read(payload: str, answer: str) -> None:
     assert read_reply(text).text == "I check.  So"
 
 
+@pytest.mark.parametrize("between", ["", "\n", " \n\n"])
+def test_calls_in_tags_after_each_other_in_one_block_are_a_call_each(between: str) -> None:
+    one, two = "<function=a></function>", "<function=b>\n<parameter=x>1</parameter>\n</function>"
+    reply = read_reply(f"Both: {wrap(one + between + two)} done")
+    assert reply.calls == (ToolCall("a", {}), ToolCall("b", {"x": "1"}))
+    assert reply.text == "Both:  done"
+    first, second = parse_tool_calls(wrap(one + between + "<function=b>x</function>"))
+    assert first == ToolCall("a", {})
+    assert isinstance(second, ToolCallError)
+
+
 def test_lists_and_objects_in_a_call_in_tags_are_values() -> None:
     """waybarrios/vllm-mlx#63: what is no JSON stays text, and nothing is guessed."""
     text = wrap(
@@ -435,6 +446,9 @@ def test_no_mutation_raises(data: st.DataObject) -> None:
         "<tool_call>",
         '<tool_call>{"a":"',
         '<tool_call>{"a":{"b":[',
+        "<tool_call><function=a><parameter=b>",
+        "<function=a>",
+        "<function=a><parameter=b>c</parameter>",
         "<think>",
         "</think>",
         "{",
