@@ -27,7 +27,8 @@ _TAG = re.compile(r"<think>|</think>|<tool_call>")
 _START = re.compile(r"\s*(?:```(?:json)?\s*)?(?:\[\s*(?=\{))?")
 _NEXT = re.compile(r'[\s,]*(?=\{\s*"(?:name|function|type)")')
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]*)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>(.*?)</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>")
+_PARAMETER_END = "</parameter>"
 _FUNCTION_END = re.compile(r"\s*(?:</function>|(?=</tool_call>|<\||$))")
 _EXAMPLE = '<tool_call>{"name": "NAME", "arguments": {"KEY": "VALUE"}}</tool_call>'
 
@@ -116,9 +117,12 @@ def _read_function(text: str, function: re.Match[str]) -> tuple[ToolCall | ToolC
     """A call in tags of its own; a parameter is text, or the array or object that it spells."""
     arguments: dict[str, Json] = {}
     end = function.end()
-    while found := _PARAMETER.match(text, end, end + MAX_CHARACTERS):
-        arguments[found[1].strip()] = _spelled(found[2].strip())
-        end = found.end()
+    while found := _PARAMETER.match(text, end):
+        close = text.find(_PARAMETER_END, found.end(), found.end() + MAX_CHARACTERS)
+        if close < 0:
+            break
+        arguments[found[1].strip()] = _spelled(text[found.end() : close].strip())
+        end = close + len(_PARAMETER_END)
     if not function[1].strip():
         return ToolCallError("<function=...> must name a function"), end
     closing = _FUNCTION_END.match(text, end)
