@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import shutil
 import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -22,7 +20,7 @@ from polyturn.bootstrap import bootstrap
 from polyturn.checkout import WORKTREES
 from polyturn.data.files import atomic_path
 from polyturn.params import Params
-from polyturn.params_tree import ParamsError, Tree, merge, override, read_tree
+from polyturn.params_tree import ParamsError, Tree, merge, override, parse_value, read_tree
 
 logger = logging.getLogger(__name__)
 
@@ -82,21 +80,10 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, object]:
         if not sign or not name:
             raise ParamsError(f"an override is written section.key=VALUE, got {pair!r}")
         try:
-            loaded = yaml.safe_load(value)
+            overrides[name] = parse_value(value)
         except yaml.YAMLError:
             raise ParamsError(f"override {name}: {value!r} is not valid YAML") from None
-        is_quoted = value.lstrip()[:1] in ("'", '"')
-        overrides[name] = loaded if is_quoted else _number(loaded)
     return overrides
-
-
-def _number(value: object) -> object:
-    """YAML 1.1 takes 1e-5 for text, since it has no dot; people mean the number. Words (nan, inf) are none."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            number = float(value)
-            return number if math.isfinite(number) else value
-    return value
 
 
 def write_params(root: Path, changes: Mapping[str, object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import cast
 
@@ -191,6 +192,8 @@ def _describe(item: Mapping[str, object]) -> str:
     if item["type"] == "extra_forbidden":
         return f"{key} is not a key of polyturn; known here: {', '.join(_siblings(path))}{_namesakes(path)}"
     message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "string_type" and isinstance(item["input"], int | float | date):
+        message += " (put it in quotes)"  # 695e0514 is a commit to people and a number to YAML
     return f"{key}: {message}, got {json.dumps(item.get('input'), default=str)[:200]}"
 
 

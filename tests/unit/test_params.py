@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ruamel.yaml import YAML
 
 from polyturn import params, params_tree
 from polyturn.params import Params, ParamsError
@@ -31,6 +32,7 @@ def test_params_yaml_of_the_checkout_is_valid(root: Path) -> None:
         ({"rollout": {"group_size": 1}}, "rollout.group_size: Input should be greater than or equal to 2, got 1"),
         ({"learner": {"lr": "fast"}}, 'learner.lr: Input should be a valid number, unable to parse string as a number, got "fast"'),
         ({"learner": {"lr": float("inf")}}, "learner.lr: "),
+        ({"model": {"revision": 12}}, "model.revision: Input should be a valid string (put it in quotes), got 12"),
         ({"env": {"build": "zoom"}}, 'env.build: String should match pattern'),
         ({"sampler": {"backend": "vllm"}}, "sampler.backend: Input should be 'hf' or 'sglang', got \"vllm\""),
         ({"loss": {"aggregation": "constant"}}, "constant_divisor is needed with aggregation: constant"),
@@ -147,6 +149,18 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path, text: str, message: 
     path.write_text(text)
     with pytest.raises(ParamsError, match=message):
         params.load(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["010", "-010", "08", "00", "1:30", "1:30.5", "1e-5", "+1e3", "1.0e5", "1E5", ".5", "5.", "1_000", "0x1F", "1e5x", "e5"],
+)  # fmt: skip
+def test_numbers_are_read_as_dvc_reads_them(tmp_path: Path, text: str) -> None:
+    """wireviz/WireViz#213, yaml/pyyaml#173: 010 was eight here and ten for DVC, and 1e-5 in env.params was text."""
+    path = tmp_path / "params.yaml"
+    path.write_text(f"env: {{params: {{value: {text}}}}}\n")
+    ours, dvc = params.load(path).env.params["value"], YAML(typ="safe").load(text)
+    assert (type(ours), ours) == (type(dvc), dvc)
 
 
 def test_yaml_anchors_and_merge_keys_are_no_duplicates(tmp_path: Path) -> None:
