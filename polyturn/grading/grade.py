@@ -198,9 +198,12 @@ def parse_reference(text: str) -> str:
     if _value(label) is not None or _is_letter(_words(label)):
         return label
     shown = _words(label)
-    without_commands = re.sub(r"\\[A-Za-z]+", " ", shown)
+    without_commands = re.sub(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+", " ", shown)
     is_formula = bool(_LABEL_FORMULA.search(shown)) or bool(re.search("[A-Za-z]", without_commands))
-    has_value = bool(re.search(r"\d|\\(?:pi|infty|sin|cos|tan)(?![A-Za-z])", shown))
+    # A number, or something that is done with variables: not `x` alone, nor N/A.
+    has_value = bool(
+        re.search(r"\d|\\(?:pi|infty|sin|cos|tan|frac|sqrt)(?![A-Za-z])|\S\s*[-+*^]\s*\S", shown)
+    )
     if not (is_formula and has_value) or _LABEL_WORD.search(without_commands):
         raise ValueError(f"the answer {text[:80]!r} is no value that can be graded")
     return label

@@ -179,6 +179,28 @@ def test_two_values_are_not_one_because_they_are_near() -> None:
     assert answers_match("\\boxed{24 (not 25)}", "24")
 
 
+@pytest.mark.parametrize("label", ["p - q", "\\sqrt{x}", "\\frac { a } { b }", "a^n", "r \\cdot s"])
+def test_a_label_of_variables_alone_can_be_graded(label: str) -> None:
+    assert parse_reference(label) == label
+    assert answers_match(f"\\boxed{{{label}}}", label)
+    assert not answers_match("\\boxed{q - p}", label)
+
+
+@pytest.mark.parametrize(
+    "label", ["N/A", "$x$", "x", "see-figure", "AB", "-", "no solution", "A B"]
+)
+def test_a_label_that_does_nothing_is_none(label: str) -> None:
+    with pytest.raises(ValueError, match="answer"):
+        parse_reference(label)
+
+
+def test_a_label_may_be_a_vector() -> None:
+    label = "\\begin{pmatrix} -2 \\\\ 4 \\end{pmatrix}"
+    assert parse_reference(label) == label
+    assert answers_match("\\boxed{\\begin{pmatrix}-2\\\\\\frac{8}{2}\\end{pmatrix}}", label)
+    assert not answers_match("\\boxed{\\begin{pmatrix}-2\\\\5\\end{pmatrix}}", label)
+
+
 def test_a_computed_label_is_exact_to_what_a_double_holds() -> None:
     """Labels of float columns: 5/13 is printed as 0.38461538461538464."""
     assert answers_match("\\boxed{\\frac{5}{13}}", str(5 / 13))
