@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 
 import numpy as np
@@ -19,26 +20,46 @@ _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 _P3 = ((0.51512, 0.24120, -0.00105), (0.29198, 0.69225, 0.04189), (0.15710, 0.06657, 0.78407))
 
 
+def _fixed(value: float) -> bytes:
+    return struct.pack(">i", round(value * 65536))
+
+
 def _profile(space: bytes) -> bytes:
     """A matrix profile with P3's primaries and a gamma of 2.2; `space` is what its header says it is for."""
 
-    def fixed(value: float) -> bytes:
-        return struct.pack(">i", round(value * 65536))
-
     tags = {
-        name: b"XYZ \0\0\0\0" + b"".join(map(fixed, column))
+        name: b"XYZ \0\0\0\0" + b"".join(map(_fixed, column))
         for name, column in zip((b"rXYZ", b"gXYZ", b"bXYZ"), _P3, strict=True)
     }
-    tags[b"wtpt"] = b"XYZ \0\0\0\0" + b"".join(map(fixed, (0.9642, 1.0, 0.8249)))
     curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(2.2 * 256)) + b"\0\0"
     tags |= dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), curve)
+    return _file(tags, b"mntr" + space + b"XYZ ")
+
+
+def _print_profile() -> bytes:
+    """A profile for CMYK in which cyan, magenta and yellow take a sixth of the lightness each, and black all of it."""
+    inks = itertools.product((0, 1), repeat=4)
+    lightness = [round(255 * (1 - (c + m + y) / 6) * (1 - k)) for c, m, y, k in inks]
+    table = b"mft1\0\0\0\0" + bytes([4, 3, 2, 0])
+    table += b"".join(_fixed(number) for number in (1, 0, 0, 0, 1, 0, 0, 0, 1))
+    table += bytes(range(256)) * 4
+    table += b"".join(bytes([level, 128, 128]) for level in lightness)  # L, a, b: gray
+    return _file({b"A2B0": table + bytes(range(256)) * 3}, b"prtrCMYKLab ")
+
+
+def _file(tags: dict[bytes, bytes], kind: bytes) -> bytes:
+    """An ICC file of tags; `kind` is class, colour space and space of the connection."""
+    white = b"".join(map(_fixed, (0.9642, 1.0, 0.8249)))
+    tags = {b"wtpt": b"XYZ \0\0\0\0" + white} | {
+        name: value + b"\0" * (-len(value) % 4) for name, value in tags.items()
+    }
     offset, table, body = 128 + 4 + 12 * len(tags), struct.pack(">I", len(tags)), b""
     for name, value in tags.items():
         table += name + struct.pack(">II", offset + len(body), len(value))
         body += value
     size = offset + len(body)
-    head = struct.pack(">I4sI4s4s4s", size, b"\0" * 4, 0x02400000, b"mntr", space, b"XYZ ")
-    head += b"\0" * 12 + b"acsp" + b"\0" * 28 + b"".join(map(fixed, (0.9642, 1.0, 0.8249)))
+    head = struct.pack(">I4sI", size, b"\0" * 4, 0x02400000) + kind
+    head += b"\0" * 12 + b"acsp" + b"\0" * 28 + white
     return head.ljust(128, b"\0") + table + body
 
 
@@ -48,7 +69,7 @@ WIDE = _profile(b"RGB ")
 def _stored(image: Image.Image, kind: str, profile: bytes | None) -> np.ndarray:
     buffer = io.BytesIO()
     options = {} if profile is None else {"icc_profile": profile}
-    image.save(buffer, kind, lossless=True, **options)
+    image.save(buffer, kind, lossless=True, quality=100, **options)
     return np.asarray(Image.open(io.BytesIO(normalise(buffer.getvalue(), SMALL).png)))
 
 
@@ -75,6 +96,22 @@ def test_pictures_in_srgb_and_profiles_that_say_nothing_keep_their_pixels(profil
     for image in (Image.fromarray(noise), Image.fromarray(noise).convert("L")):
         plain = _stored(image, "PNG", None)
         assert (_stored(image, "PNG", profile) == plain).all()
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "JPEG"])
+def test_print_colours_are_shown_as_they_print(kind: str) -> None:
+    """cgwire/zou#1188: CMYK without its profile is far too bright. A sixth less lightness than white is L* = 83,
+    of which Y = ((83 + 16) / 116) ** 3 = 0.62, in sRGB 0.81 of 255."""
+    colours = {(0, 0, 0, 0): (255,) * 3, (255, 0, 0, 0): (207,) * 3, (0, 0, 0, 255): (0,) * 3}
+    for inks, expected in colours.items():
+        image = Image.new("CMYK", (16, 16), inks)
+        shown = _stored(image, kind, _print_profile())[8, 8].astype(int)
+        assert np.abs(shown - expected).max() <= 3, (inks, shown)
+    assert tuple(_stored(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), kind, None)[8, 8]) == (
+        0,
+        255,
+        255,
+    )
 
 
 def test_transparent_pixels_are_white_under_a_profile_too() -> None:
