@@ -76,7 +76,7 @@ class FileSource:
     base_url: str | None = None
 
     def load(self, split: str) -> Iterator[object]:
-        """The rows of one split: by their split column, else by their file's name, else train.
+        """The rows of one split: by their split column, else by their file's name or folder, else train.
 
         A row of another split than these is an `UnknownSplit`: it could be anybody's test row.
 
@@ -84,7 +84,7 @@ class FileSource:
             ParamsError: a file is no Parquet.
         """
         for path in self.files:
-            of_file = split_of_name(path.name)
+            of_file = split_of_name(str(path.relative_to(self.root)) if self.root else path.name)
             for raw in read_rows(path):
                 label = None if isinstance(raw, LineError) else raw.get("split")
                 own = canonical_split(label)
@@ -179,14 +179,14 @@ def open_geo3k(params: DataParams, images: ImagesParams, work_dir: Path) -> File
 
 
 def dataset_files(directory: Path) -> tuple[Path, ...]:
-    """problems.jsonl, else all .jsonl, else all .parquet files (also in data/), by name.
+    """problems.jsonl, else all .jsonl, else all .parquet files (in data/, or in any folder below), by name.
 
     Raises:
         ParamsError: there is none.
     """
     if (directory / "problems.jsonl").is_file():
         return (directory / "problems.jsonl",)
-    for pattern in ("*.jsonl", "*.parquet", "data/*.parquet"):
+    for pattern in ("*.jsonl", "*.parquet", "data/*.parquet", "**/*.parquet"):
         files = tuple(sorted(directory.glob(pattern)))
         if files:
             return files
@@ -201,9 +201,16 @@ def canonical_split(name: object) -> str | None:
     return next((split for split, names in SPLIT_NAMES.items() if lowered in names), None)
 
 
-def split_of_name(file_name: str) -> str | None:
-    """The split in a file name such as val.jsonl or test-00000-of-00001.parquet."""
-    words = re.split(r"[^a-z]+", file_name.lower())
+def split_of_name(name: str) -> str | None:
+    """The split in a name such as val.jsonl, test-00000-of-00001.parquet, default/train/0000.parquet.
+
+    The file's own name comes first, then its folder's; `__` stands for `/` in names of downloaded files.
+    """
+    words = (
+        word
+        for part in reversed(re.split("/|__", name.lower()))
+        for word in re.split(r"[^a-z]+", part)
+    )
     return next((split for word in words if (split := canonical_split(word))), None)
 
 

@@ -127,6 +127,8 @@ class ObjectStore:
     def download_dataset(self, uri: str, directory: Path) -> tuple[Path, ...]:
         """Download a .jsonl or .parquet object, or all of a folder's, and return the files by name.
 
+        A file of a folder below is named by both, such as train__0000.parquet: its split may stand in either.
+
         Raises:
             S3AccessError: see `read`.
             ParamsError: there is nothing to read.
@@ -140,7 +142,8 @@ class ObjectStore:
             raise ParamsError(f"data.path: {uri} holds no .jsonl or .parquet object")
         files: list[Path] = []
         for name in keys:
-            target = directory / Path(name).name
+            below = name.removeprefix(f"{key.rstrip('/')}/") if name != key else Path(name).name
+            target = directory / below.replace("/", "__")
             try:
                 data = self.read(f"s3://{bucket}/{name}", max_bytes=_MAX_DATASET_BYTES)
             except RowError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import boto3
 import pytest
@@ -125,6 +126,18 @@ def test_objects_whose_keys_differ_behind_a_sign_of_urls_are_different_pictures(
     done = stage.run(sources, s3_endpoint_url=endpoint)
     stored = {str(row["images"]) for row in done.rows}
     assert (done.kept, len(stored)) == (keys, len(keys))
+
+
+def test_files_of_one_name_in_several_folders_are_all_read(endpoint: str, tmp_path: Path) -> None:
+    """The layout of the Hub's own Parquet files: default/train/0000.parquet beside default/test/0000.parquet."""
+    client = boto3.client("s3", endpoint_url=endpoint)
+    for split in ("train", "validation", "test"):
+        body = json.dumps({"id": split, "problem": "x", "answer": 1}).encode()
+        client.put_object(Bucket="data", Key=f"hub/default/{split}/0000.jsonl", Body=body)
+    params = DataParams(source="geo3k", path="s3://data/hub")
+    source = load_source(params, ImagesParams(s3_endpoint_url=endpoint), seed=0, work_dir=tmp_path)
+    for split in ("train", "validation", "test"):
+        assert [row["id"] for row in source.load(split)] == [split]
 
 
 def test_a_missing_bucket_stops_the_run_and_loses_nothing(endpoint: str, stage: Stage) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from polyturn.data import read_problems, read_quarantine
 from polyturn.data.files import read_jsonl
-from polyturn.data.geo3k import HubSource, hub_commit
+from polyturn.data.geo3k import HubSource, hub_commit, split_of_name
 from polyturn.data.raw import RawReport, RawWriter
 from polyturn.data.sources import load_source
 from polyturn.data.synthetic import KINDS, REGIONS, draw_figure, figure_rng
@@ -303,6 +303,20 @@ def test_a_bad_line_stops_or_is_set_aside_with_file_and_line(tmp_path: Path) -> 
     ]
     with pytest.raises(ValueError, match=r"train.jsonl, line 2.*data.on_bad_line"):
         _write(tmp_path / "strict", on_bad_line="stop", **where)
+
+
+def test_splits_in_the_names_of_folders_are_read(tmp_path: Path) -> None:
+    """The layout of the Hub's own Parquet files; a file's own name comes before its folder's."""
+    for name in ("default/train/0000", "default/validation/0000", "default/test/0000"):
+        path = tmp_path / "set" / f"{name}.parquet"
+        path.parent.mkdir(parents=True)
+        row = {"id": name.split("/")[1], "problem": "x", "answer": 1}
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    report = _write(tmp_path / "raw", source="geo3k", path=str(tmp_path / "set"), **ALL)
+    assert report.kept == {"train": 1, "validation": 1, "test": 1}
+    assert [row["id"] for row in _lines(tmp_path / "raw")] == ["train", "validation", "test"]
+    assert split_of_name("test_sets/train.parquet") == "train"
+    assert split_of_name("hub__default__test__0000.parquet") == "test"
 
 
 def test_ids_that_count_anew_in_each_split_lose_no_row(
