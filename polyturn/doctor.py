@@ -23,6 +23,7 @@ AT_START: Mapping[str, Check] = {
     "s3": services.buckets,
     "prefect": services.prefect,
     "chat template": model.chat_template,
+    "context": model.context,
     "labels": model.labels,
 }
 CHECKS: Mapping[str, Check] = {

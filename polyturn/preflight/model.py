@@ -1,4 +1,4 @@
-"""What the data and the newest model of a checkout are like: chat template, labels, and whether pictures are seen."""
+"""What the data and the newest model of a checkout are like: template, positions, labels, whether pictures are seen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
@@ -109,9 +109,47 @@ def _template_in(directory: Path) -> str | None:
 
 
 def _places(site: Site) -> list[Path]:
-    given = site.params.model.path
     places = [site.root / name for name in _MODELS]
-    return [*places, from_checkout(given, site.root)] if given and "://" not in given else places
+    return [*places, given] if (given := _given(site)) else places
+
+
+def _given(site: Site) -> Path | None:
+    """Where model.path lies, if it may be a directory here."""
+    path = site.params.model.path
+    return from_checkout(path, site.root) if path and "://" not in path else None
+
+
+def context(site: Site) -> Finding:
+    """A trajectory fits the positions that the model was trained on; beyond them it degrades without a word."""
+    name, asked = "context", site.params.rollout.max_context_tokens
+    given = site.params.model.path
+    if given is None:
+        known = site.params.model.max_positions
+    else:
+        files = (
+            place / "config.json"
+            for place in (_given(site), site.root / layout.BASE_MODEL)
+            if place
+        )
+        config = next((json.loads(file.read_text()) for file in files if file.is_file()), None)
+        if config is None:
+            return Finding(name, "skipped", "no model yet: `dvc repro model` makes one")
+        text = config.get("text_config", config)
+        if "max_position_embeddings" not in text:
+            return Finding(name, "skipped", "config.json says no max_position_embeddings")
+        known = _num_positions(text)
+    told = f"rollout.max_context_tokens is {asked}, the model knows {known} positions"
+    if asked > known:
+        return Finding(name, "failed", told, "lower rollout.max_context_tokens, or raise model.max_positions of the small model")  # fmt: skip
+    return Finding(name, "ok", told)
+
+
+def _num_positions(config: Mapping[str, Any]) -> int:
+    """Of a text model's config; scaled frequencies know more of them."""
+    known = int(config["max_position_embeddings"])
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    original = scaling.get("original_max_position_embeddings", known)
+    return max(known, int(original * scaling.get("factor", 1)))
 
 
 def labels(site: Site) -> Finding:

@@ -464,6 +464,40 @@ def test_the_template_of_the_small_model_and_of_older_files_is_read(tmp_path: Pa
     assert model.chat_template(site(tmp_path, model={"path": str(given)})).outcome == "ok"
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "outcome"),
+    [
+        ({"text_config": {"max_position_embeddings": 1000}}, 1000, "ok"),
+        ({"text_config": {"max_position_embeddings": 1000}}, 1001, "failed"),
+        ({"max_position_embeddings": 1000}, 1001, "failed"),
+        ({"max_position_embeddings": 1000, "rope_scaling": YARN}, 4000, "ok"),
+        ({"max_position_embeddings": 4000, "rope_scaling": YARN}, 4001, "failed"),
+        ({"max_position_embeddings": 1000, "rope_parameters": {"factor": 2}}, 2000, "ok"),
+        ({"text_config": {}}, 2000, "skipped"),
+        (
+            {"max_position_embeddings": 1000, "rope_scaling": {"mrope_section": [1, 2]}},
+            1001,
+            "failed",
+        ),
+    ],
+)
+def test_trajectories_longer_than_the_model_knows_are_red(
+    tmp_path: Path, config: object, asked: int, outcome: str
+) -> None:
+    """verl-project/verl#1873: prompt and reply together beyond max_position_embeddings."""
+    rollout = {"max_context_tokens": asked}
+    given = site(tmp_path, model={"path": str(tmp_path / "given")}, rollout=rollout)
+    assert model.context(given).outcome == "skipped"
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "config.json").write_text(json.dumps(config))
+    assert model.context(given).outcome == outcome
+    small = site(tmp_path, model={"max_positions": 1000}, rollout=rollout)
+    assert model.context(small).outcome == ("ok" if asked <= 1000 else "failed")
+
+
 def problems(root: Path, *answers: str) -> None:
     (root / layout.PROBLEMS).mkdir(parents=True, exist_ok=True)
     rows = [json.dumps({"id": f"r{i}", "answer": answer}) for i, answer in enumerate(answers)]
