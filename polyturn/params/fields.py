@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Annotated, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -17,7 +18,7 @@ ObjectPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable; an unknown key is an error, and so is a truth value where a number belongs."""
+    """Base of all sections: immutable; errors are unknown keys, truth values where numbers belong, and blank names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -28,6 +29,15 @@ class Section(BaseModel):
         types = _types(cls.model_fields[str(info.field_name)].annotation)
         if types & {int, float} and not types & {bool, object} and _has_truth_value(value):
             raise ValueError("must be a number, not a truth value (YAML reads yes and on as true)")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _text(cls, value: object, info: ValidationInfo) -> object:
+        """A variable that is not set gives an empty text, which is neither a name nor no name."""
+        types = _types(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, str) and not value.strip() and {str, NoneType} <= types:
+            raise ValueError("must not be blank; null is for none")
         return value
 
 

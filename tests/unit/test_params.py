@@ -33,6 +33,8 @@ def test_params_yaml_of_the_checkout_is_valid(root: Path) -> None:
         ({"learner": {"lr": "fast"}}, 'learner.lr: Input should be a valid number, unable to parse string as a number, got "fast"'),
         ({"learner": {"lr": float("inf")}}, "learner.lr: "),
         ({"model": {"revision": 12}}, "model.revision: Input should be a valid string (put it in quotes), got 12"),
+        ({"model": {"path": ""}}, 'model.path: must not be blank; null is for none, got ""'),
+        ({"storage": {"endpoint_url": " "}}, "storage.endpoint_url: must not be blank"),  # Netflix/metaflow#1991
         ({"env": {"build": "zoom"}}, 'env.build: String should match pattern'),
         ({"sampler": {"backend": "vllm"}}, "sampler.backend: Input should be 'hf' or 'sglang', got \"vllm\""),
         ({"loss": {"aggregation": "constant"}}, "constant_divisor is needed with aggregation: constant"),
