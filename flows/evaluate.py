@@ -6,15 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from flows.place import ROOT, identify, open_worktree
+from flows.cancelling import watched
+from flows.place import ROOT, Place, identify, open_worktree
 from polyturn import family, workspace
 from polyturn.supported import check_supported
 from tasks.failure import FAILURE, USER_ERROR, Outcome
@@ -51,7 +55,7 @@ def evaluate(
     overrides: dict[str, JsonValue] | None = None,
     revision: str | None = None,
     owner: str | None = None,
-) -> list[str]:
+) -> list[str] | State[list[str]]:
     """Score `policy` and return what was found, a line each.
 
     Args:
@@ -66,12 +70,18 @@ def evaluate(
     plan = workspace.compose(ROOT, recipe=recipe, overrides=overrides or {})
     check_supported(plan.params)
     identity = identify(revision, owner)
-    with open_worktree(identity, plan.changes, is_head=revision is None) as place:
+    opened = open_worktree(identity, plan.changes, is_head=revision is None)
+    return watched(partial(_work, opened, policy, request or EvaluationRequest()))
+
+
+def _work(
+    opened: AbstractContextManager[Place], policy: str, request: EvaluationRequest
+) -> list[str]:
+    with opened as place:
         for stage in _BEFORE:
             run_dvc_stage(stage, place.root, {})
-        lines = score(place.root, (request or EvaluationRequest()).arguments(policy))
-        root = place.root
-    workspace.remove(ROOT, root)
+        lines = score(place.root, request.arguments(policy))
+    workspace.remove(ROOT, place.root)
     table = "\n".join(f"    {line}" for line in lines)
     create_markdown_artifact(f"{policy}\n\n{table}", key="evaluation", description="Scores")
     return lines

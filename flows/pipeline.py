@@ -9,18 +9,22 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import cast
 from uuid import UUID
 
 import httpx
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from pydantic import JsonValue
 
 from flows import artifacts, events, graph, options, publish, summary
+from flows.cancelling import watched
 from flows.options import StageOptions, StagesError
 from flows.place import ROOT, Identity, Place, identify, open_worktree
 from flows.stage import run_elsewhere
@@ -43,7 +47,7 @@ def pipeline(
     owner: str | None = None,
     in_worktree: bool = True,
     stages: dict[str, StageOptions] | None = None,
-) -> dict[str, str]:
+) -> dict[str, str] | State[dict[str, str]]:
     """Run all stages of dvc.yaml that are not up to date; return what became of each.
 
     Args:
@@ -64,11 +68,18 @@ def pipeline(
     plan = _plan(recipe, overrides or {})
     chosen = _check_stages(stages or {}, in_worktree=in_worktree)
     identity = identify(revision, owner)
-    with (
+    opened = (
         open_worktree(identity, plan.changes, is_head=revision is None)
         if in_worktree
         else _open_checkout(identity, plan.changes)
-    ) as place:
+    )
+    return watched(partial(_work, opened, chosen))
+
+
+def _work(
+    opened: AbstractContextManager[Place], chosen: Mapping[str, StageOptions]
+) -> dict[str, str]:
+    with opened as place:
         reports = _run_stages(place, chosen)
     if place.is_worktree:
         workspace.remove(ROOT, place.root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flows import dvc_commands as dvc
 from flows import graph
+from flows.cancelling import watched
 from flows.options import StageOptions
 from flows.place import ROOT, Identity, Place, open_worktree
 from polyturn import layout, params, workspace
@@ -74,12 +76,16 @@ class Handover(BaseModel):
 
 
 @flow(name="stage", validate_parameters=True)
-def stage(job: StageJob) -> None:
+def stage(job: StageJob) -> State[None] | None:
     """Work on one stage in a worktree of its own.
 
     Raises:
         StageFailedError: the stage failed.
     """
+    return watched(partial(_work, job))
+
+
+def _work(job: StageJob) -> None:
     name = f"{job.run_name}-{job.stage}"
     identity = Identity(name, job.owner, job.branch, job.commit)
     with open_worktree(identity, {}, is_head=False) as place:

@@ -21,12 +21,15 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# A server that a run has reached once and that is away when it says what became of a stage is waited for: 2 + 4 + ... +
+# 256 s, where a restart takes less and Prefect's own 62 s would end the run. What the caller has set goes before.
+PREFECT_CLIENT = {"PREFECT_CLIENT_MAX_RETRIES": "8"}
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def apply(root: Path | None = None) -> None:
-    """Set the environment of this process and its children; `root`, a checkout, also gets Prefect's home.
+    """Set the environment of this process and its children; `root`, a checkout, also gets Prefect's home and client.
 
     PREFECT_HOME of the caller is kept: it is an address, which a team may share.
     """
@@ -35,6 +38,8 @@ def apply(root: Path | None = None) -> None:
     spare_loopback()
     if root is not None:
         os.environ.setdefault("PREFECT_HOME", str(root.resolve() / ".prefect"))
+        for name, value in PREFECT_CLIENT.items():
+            os.environ.setdefault(name, value)
 
 
 def spare_loopback() -> None:

@@ -30,7 +30,11 @@ CPU = "polyturn-cpu"
 PROFILES = ROOT / ".prefect" / "profiles.toml"
 _PROFILE = "polyturn"
 # A worker's processes say that they live, so that the server notices when they do not; new runs are asked for often.
-_WORKER = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_WORKER_QUERY_SECONDS": "5"}
+_WORKER = {
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "PREFECT_WORKER_QUERY_SECONDS": "5",
+    **environment.PREFECT_CLIENT,
+}
 _START_S = 120.0
 _STOP_S = 10.0
 _CANCEL_S = 30.0  # in which cancelled runs end

@@ -14,10 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from uuid import UUID
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
@@ -26,13 +24,13 @@ from polyturn import family, processes
 from polyturn.dvc_objects import is_locked
 from polyturn.lease import LeaseError
 from polyturn.params import ParamsError
-from polyturn.progress import ProgressLine, parse_line
+from polyturn.progress import parse_line
 from polyturn.workspace import WorkspaceError
 from tasks.console import Console
 from tasks.context import SUPERVISOR, status_file
 from tasks.failure import FAILURE, Outcome
+from tasks.progress_artifact import ProgressArtifact
 
-_ARTIFACT_INTERVAL_S = 2.0
 _LOCK_WAIT_S = 120.0  # how long a lock that another dvc holds is waited for
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _PARTING_S = 2.0  # in which what a stage has started ends by itself
@@ -130,7 +128,7 @@ class _Output:
 def _repro(stage: str, root: Path, env: Mapping[str, str]) -> _Output:
     (root / status_file(stage)).unlink(missing_ok=True)
     console = Console(get_run_logger().info)
-    progress = _ProgressArtifact(stage)
+    progress = ProgressArtifact(stage)
     output = _Output()
     mark = family.new_mark()
     process = subprocess.Popen(
@@ -165,6 +163,7 @@ def _repro(stage: str, root: Path, env: Mapping[str, str]) -> _Output:
         raise
     finally:
         console.close()
+        progress.close()
     return output
 
 
@@ -196,22 +195,3 @@ def _outcome(root: Path, stage: str, output: _Output) -> Outcome:
         if status["exit_code"]:
             return Outcome(status["exit_code"], status["message"])
     return Outcome(FAILURE, output.last_error or f"dvc repro exited with {output.returncode}")
-
-
-class _ProgressArtifact:
-    """Prefect's progress bar of a stage, made with the first step."""
-
-    def __init__(self, stage: str) -> None:
-        self._stage = stage
-        self._id: UUID | None = None
-        self._shown_s = 0.0
-
-    def show(self, line: ProgressLine) -> None:
-        percent = min(100.0, 100.0 * line.done / max(1, line.total))
-        if self._id is None:
-            self._id = create_progress_artifact(
-                percent, key=f"progress-{self._stage}", description=line.text
-            )  # pyright: ignore[reportAttributeAccessIssue]
-        elif time.monotonic() - self._shown_s >= _ARTIFACT_INTERVAL_S or line.done == line.total:
-            update_progress_artifact(self._id, percent, description=line.text)
-            self._shown_s = time.monotonic()

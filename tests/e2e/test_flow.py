@@ -12,6 +12,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -363,6 +364,52 @@ def test_services_are_not_ended_under_a_run_and_a_lost_run_is_no_run(toy: Toy) -
             found = dict(database.execute("SELECT name, state_type FROM flow_run"))
         assert found == {"first": "CRASHED", "second": "CANCELLED"}
         assert {state for ended in project.runs().values() for state in ended} == {"KILLED"}
+    finally:
+        project.run(*services, "stop", "--force")
+
+
+@pytest.mark.full
+def test_an_outage_of_the_server_neither_ends_a_run_nor_keeps_it_from_being_cancelled(
+    toy: Toy,
+) -> None:
+    """PrefectHQ/prefect#8080, #17482: runs crash with the server's hiccups, and go on though they are cancelled.
+
+    The server is away for longer than Prefect's client waits (62 s), and than its watch of cancelled runs.
+    """
+    body = """
+    (Path("../../..") / ctx.name).touch()
+    progress = Progress(10_000, ctx.name)
+    for _ in range(900 if ctx.name == "one" else 10_000):
+        progress.update()
+        time.sleep(0.1)
+    """
+    project = toy(one=body, two=body)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    services = (sys.executable, "scripts/services.py")
+    state = project.path / ".polyturn"
+    try:
+        assert project.run(*services, "start", "--port", port).returncode == 0
+        run = project.run("prefect", "deployment", "run", "pipeline/cpu-demo")
+        run_id = re.findall(r"flow-run/([0-9a-f-]{36})", run.stdout)[-1]
+        wait_until((project.path / "one").exists, seconds=60)
+        os.killpg(processes.parse((state / "services/server.pid").read_text()).pid, signal.SIGKILL)
+        time.sleep(75)
+        assert project.run(*services, "start", "--port", port).returncode == 0
+        wait_until((project.path / "two").exists, seconds=120)
+        project.run("prefect", "flow-run", "cancel", run_id)
+
+        def is_cancelled() -> bool:
+            with closing(sqlite3.connect(project.path / ".prefect/prefect.db")) as database:
+                return list(database.execute("SELECT state_type FROM flow_run")) == [("CANCELLED",)]
+
+        wait_until(is_cancelled, seconds=60)
+        runs = project.runs()
+        assert runs.pop("one") == ["FINISHED"]
+        assert [*runs.values()] == [["KILLED"], ["KILLED"]], (
+            "the second stage and the run around them"
+        )
     finally:
         project.run(*services, "stop", "--force")
 
