@@ -110,11 +110,11 @@ _TRAILING_UNIT = re.compile(
     rf"(?<=[\d\s°}})\]i])\s*(?:{_UNIT}(?:\s*(?:/|per)\s*{_PER})?|\{{\s*{_UNIT}\s*\}}"
     rf"|\\frac\s*\{{\s*{_UNIT}\s*\}}\s*\{{\s*{_PER}\s*\}})\s*$"
 )
-_FUNCTIONS = r"(?:pi|sqrt|sin|cos|tan|sec|csc|cot|log|ln|exp|and|or|not|to|than|nor)"
-_TRAILING_WORDS = re.compile(rf"(?<=[\d}})°])(?:\s+(?!{_FUNCTIONS}\b)[A-Za-z]{{2,}})+$")
+FUNCTIONS = r"(?:pi|sqrt|sin|cos|tan|sec|csc|cot|log|ln|exp|and|or|not|to|than|nor)"
+_TRAILING_WORDS = re.compile(rf"(?<=[\d}})°])(?:\s+(?!{FUNCTIONS}\b)[A-Za-z]{{2,}})+$")
 # What is said about a value behind it: (approximately), (\approx 37.7), (cubic cm).
 _REMARK = re.compile(
-    rf"(?:(?<=[\d}})°])|(?<=\\pi))\s*\((?:\\approx[^()]*|°|not\b[^()]*|(?!{_FUNCTIONS})[a-z]{{3,}}[^()]*|{_UNIT})\)\s*$"
+    rf"(?:(?<=[\d}})°])|(?<=\\pi))\s*\((?:\\approx[^()]*|°|not\b[^()]*|(?!{FUNCTIONS})[a-z]{{3,}}[^()]*|{_UNIT})\)\s*$"
 )
 # 30°15'20''
 _SEXAGESIMAL = re.compile(
@@ -124,7 +124,7 @@ _SEXAGESIMAL = re.compile(
 _OVER = re.compile(r"\\over(?![A-Za-z])\s*")
 _BARE_FRACTION = re.compile(r"\\[dtc]?frac\s+([A-Za-z\d])\s*([A-Za-z\d])(?![A-Za-z\d])")
 _LEADING_WORDS = re.compile(
-    rf"^(?:(?!{_FUNCTIONS}\b|[a-z]*frac\b)[A-Za-z]{{2,}}[\s:]+)+(?=[-\d\\(.])"
+    rf"^(?:(?!{FUNCTIONS}\b|[a-z]*frac\b)[A-Za-z]{{2,}}[\s:]+)+(?=[-\d\\(.])"
 )
 _CHOICE = re.compile(r"^(?:\([A-H]\)[.:]?|[A-H][.:)])\s+(?=[-\d\\(.])")
 _EQUALS = re.compile(r"(?<![<>!:])=+|\\(?:equiv|in)(?![A-Za-z])")

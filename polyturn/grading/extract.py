@@ -35,6 +35,12 @@ _SENTENCE_END = re.compile(
 )
 _GOES_ON = re.compile(r"\s*(?:[-+*/^=<>(\\√π·×]|(?![mM][\s²³.,^)]|[mM]$)[A-Za-z](?![A-Za-z]))")
 _EQUATION = re.compile(r"[<>]\s*$|(?:\d\s?[A-Za-z]|[A-Za-z}]\s*[-+*/^]|\^)[^,.;:=\n$]*=\s*$")
+_LINKS = "and|or|so|then|thus|hence|therefore|about|approximately|approx|roughly"
+# Words behind a separator that are neither a link, a function nor the name in an assignment.
+_CLAUSE = re.compile(
+    rf"(?:[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s+(?:(?:{_LINKS})\s+)*"
+    rf"(?!(?:{_LINKS}|{clean.FUNCTIONS})(?![A-Za-z]))[A-Za-z]{{2,}}(?![A-Za-z(]|\s*[=:])"
+)
 _BOLD = re.compile(r"\*\*\s*([^*\n]{1,100}?)\s*\*\*")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(.{1,1000}?)(?<!\\)\$\$|(?<!\\)\$((?:[^$\\]|\\.){1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]",
@@ -220,9 +226,14 @@ def _content(match: re.Match[str]) -> str:
 
 
 def is_value(text: str) -> bool:
-    """Whether the text as a whole says a number or a collection of numbers."""
+    """Whether the text as a whole says a number or a collection of numbers, and no more than that."""
     try:
         values.read(text)
     except ValueError:
         return False
-    return True
+    return not has_clauses(text)
+
+
+def has_clauses(text: str) -> bool:
+    """Whether its numbers are said one after the other in a sentence: "since AB is 12, the area is 24" is no list."""
+    return _CLAUSE.search(text) is not None

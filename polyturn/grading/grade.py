@@ -58,7 +58,8 @@ def _candidates(prediction: str, found: extract.Extraction, *, needs_box: bool) 
     if found.source in ("box", "tag"):
         joined = [", ".join(found.joined)] if len(found.joined) > 1 else []
         return [found.answer or "", *joined]
-    is_bare = len(prediction) <= extract.MAX_ANSWER and not needs_box and not found.is_malformed
+    is_short = len(prediction) <= extract.MAX_ANSWER and not extract.has_clauses(prediction)
+    is_bare = is_short and not needs_box and not found.is_malformed
     return list(
         dict.fromkeys(
             [*([prediction] if is_bare else []), *([found.answer] if found.answer else [])]

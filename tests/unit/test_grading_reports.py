@@ -201,6 +201,38 @@ def test_a_label_may_be_a_vector() -> None:
     assert not answers_match("\\boxed{\\begin{pmatrix}-2\\\\5\\end{pmatrix}}", label)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Since AB is 12, the area is 24.",
+        "The base is 6 and the height is 8, so the area is 24.",
+        "With sides 6 and 8, the perimeter is 24",
+        "The radius is 3, the height is 4, and the volume is 24.",
+        "If x is 12, then y is 24.",
+        "It cannot be 12, so it is 24.",
+        "x = 24, which is option 2",
+    ],
+)
+def test_the_numbers_of_a_sentence_are_no_list(text: str) -> None:
+    assert answers_match(text, "24") == ("option 2" not in text)
+    assert not answers_match(text, "12, 24")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "So the sides are 12 and 24.",
+        "12 and 24",
+        "AB = 12, CD = 24",
+        "12 cm, 24 cm",
+        "The answers are $12$ and $24$",
+    ],
+)
+def test_a_list_in_a_sentence_is_one(text: str) -> None:
+    assert answers_match(text, "12, 24")
+    assert not answers_match(text, "24")
+
+
 def test_a_computed_label_is_exact_to_what_a_double_holds() -> None:
     """Labels of float columns: 5/13 is printed as 0.38461538461538464."""
     assert answers_match("\\boxed{\\frac{5}{13}}", str(5 / 13))
