@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,7 +26,7 @@ from polyturn.tracking.orphans import close_orphans
 from polyturn.tracking.outbox import Outbox, Record, leftovers
 from polyturn.tracking.record import log_environment, start_tags
 from polyturn.tracking.redact import redact
-from polyturn.tracking.store import Store, TrackingError, connect
+from polyturn.tracking.store import URI_VARIABLE, Store, TrackingError, connect
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ _MAX_DIGEST = 36  # characters of a dataset's digest; a DVC directory md5 has ex
 _SIGTERM_CODE = 143  # 128 + SIGTERM, how a stage leaves when it is told to
 _SIGINT_CODE = 130
 T = TypeVar("T")
+_MLFLOW_URI = "MLFLOW_TRACKING_URI"  # of a user's shell; the address of a run stands in params.yaml
 _REDACTED_TAG = "redacted"  # how many secrets were taken out of what was logged
 
 
@@ -218,6 +220,7 @@ def open_run(
             `polyturn.tracking.store.connect`.
     """
     store = connect(tracking, root, wait_s=tracking.outage_s)
+    _tell_of_ignored(store.addresses.uri)
     leftovers(store.outbox, store.addresses.uri, partial(deliver, store))
     patiently(store, lambda: close_orphans(store), tracking.outage_s)
     environment = capture(root)
@@ -236,6 +239,12 @@ def open_run(
         _end_after(run, error, tracking.outage_s)
         raise
     _end(run, "FINISHED", tracking.outage_s)
+
+
+def _tell_of_ignored(uri: str) -> None:
+    named = os.environ.get(_MLFLOW_URI, "").rstrip("/")
+    if named and named != uri:
+        logger.warning("%s is ignored: runs go to tracking.uri %s; %s goes before it", _MLFLOW_URI, uri, URI_VARIABLE)  # fmt: skip
 
 
 def end_status(error: BaseException) -> str:

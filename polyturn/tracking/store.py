@@ -90,9 +90,21 @@ def resolve(tracking: TrackingParams, root: Path) -> Addresses:
         raise TrackingError(
             f"tracking.uri must be sqlite:///PATH or http(s)://HOST:PORT, got {uri!r}"
         )
+    else:
+        uri = _without_login(uri)
     if location and not urlsplit(location).scheme:
         location = (base / from_home(location)).as_uri()
     return Addresses(uri.rstrip("/"), location)
+
+
+def _without_login(uri: str) -> str:
+    """An address for logs, links and messages: a name and password in it go where MLflow looks for them first."""
+    parts = urlsplit(uri)
+    if parts.username is None:
+        return uri
+    os.environ.setdefault("MLFLOW_TRACKING_USERNAME", unquote(parts.username))
+    os.environ.setdefault("MLFLOW_TRACKING_PASSWORD", unquote(parts.password or ""))
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def connect(tracking: TrackingParams, root: Path, *, wait_s: float = 0.0) -> Store:

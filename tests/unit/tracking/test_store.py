@@ -5,6 +5,7 @@ PIPE-05 (two first users), PIPE-07 (project moved), PIPE-10 (bucket without cred
 
 import errno
 import fcntl
+import os
 import shutil
 import socket
 import sqlite3
@@ -63,6 +64,36 @@ def test_addresses_of_the_environment_go_first(tmp_path: Path, monkeypatch: pyte
     addresses = resolve(TrackingParams(), tmp_path / "elsewhere")
     assert addresses.uri == f"sqlite:///{tmp_path}/other.db"
     assert addresses.artifacts == "s3://bucket/x"
+
+
+def test_a_login_in_the_address_is_used_and_never_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """zenml-io/zenml#2443, mlflow/mlflow#25874: http://name:password@host works, and every log line and link tells the password."""
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, "before")  # put back at the end
+        monkeypatch.delenv(name)
+    found = resolve(TrackingParams(uri="https://ada:p%40ss@host.example:5000/mlflow/"), tmp_path)
+    assert found.uri == "https://host.example:5000/mlflow"
+    assert os.environ["MLFLOW_TRACKING_USERNAME"] == "ada"
+    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "p@ss"
+    resolve(TrackingParams(uri="https://eve:other@host.example"), tmp_path)
+    assert os.environ["MLFLOW_TRACKING_USERNAME"] == "ada", "what is set goes first: a promoter's"
+    with pytest.raises(TrackingError) as caught:
+        connect(TrackingParams(uri="http://ada:secret@127.0.0.1:9", timeout_s=2), tmp_path)
+    assert "secret" not in str(caught.value)
+
+
+def test_an_address_for_mlflow_itself_is_ignored_with_a_warning(
+    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9/")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
+    with open_run(TrackingParams(system_metrics_s=0), root=project, name="train") as run:
+        run.log_metrics({"loss": 1.0}, 1)
+    assert run.store.client.get_run(run.run_id).data.metrics == {"loss": 1.0}
+    assert "MLFLOW_TRACKING_URI is ignored: runs go to tracking.uri sqlite:///" in caplog.text
+    assert "POLYTURN_TRACKING_URI goes before it" in caplog.text
 
 
 def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
