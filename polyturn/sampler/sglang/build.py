@@ -35,6 +35,8 @@ from polyturn.world import ONE, World
 
 logger = logging.getLogger(__name__)
 
+_NUM_SEEDS = 2**32  # of the servers, whose NumPy takes no larger one
+
 
 @dataclass(frozen=True)
 class Site:
@@ -148,7 +150,7 @@ def _start(params: Params, site: Site, number: int, port: int) -> ServerProcess:
         log=log,
     )
     # Servers that do not take requests' seeds would give siblings on two of them equal replies.
-    seed = params.seed + number
+    seed = (params.seed + number) % _NUM_SEEDS
     argv = command(launch, chosen, seed=seed, port=port)
     control = Control(f"http://127.0.0.1:{port}", chosen.control_timeout_s)
     return start(argv, control, log, environment(chosen))

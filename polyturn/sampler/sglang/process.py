@@ -25,8 +25,13 @@ _LAST_PORT = 65_535 - 10_000  # the server's gRPC port is 10000 above its HTTP p
 _GRACE_S = 10.0  # between SIGTERM and SIGKILL
 _LOG_TAIL = 2000  # characters of the log in an error
 # The server keeps the ids that it is sent (else it decodes and tokenizes again), and keeps no picture embeddings
-# under keys of its own, which would outlive an update of the vision tower.
-ENVIRONMENT = {"SGLANG_MM_AVOID_RETOKENIZE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# under keys of its own, which would outlive an update of the vision tower. It leaves the last position of its context
+# empty, and so is given one more than a trajectory has, be it one more than the model has.
+ENVIRONMENT = {
+    "SGLANG_MM_AVOID_RETOKENIZE": "1",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 @dataclass(frozen=True)

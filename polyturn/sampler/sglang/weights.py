@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from polyturn import directories
 from polyturn.sampler.sglang.control import Control
 
 logger = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ class DiskTransfer:
         _call_all(servers, "/update_weights_from_disk", content)
         for old in self.directory.glob("version_*"):
             if old != target:
-                shutil.rmtree(old)
+                directories.remove(old)
 
     def forget(self) -> None:
         """Nothing is agreed on."""

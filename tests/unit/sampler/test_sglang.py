@@ -25,7 +25,7 @@ from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.base import Reply, Sampler, SampleRequest
 from polyturn.sampler.hf import HfSampler
-from polyturn.sampler.sglang import control, process, wire
+from polyturn.sampler.sglang import build, control, process, wire
 from polyturn.sampler.sglang.build import Site, sglang_sampler
 from polyturn.sampler.sglang.checksums import Checksums, is_compared
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
@@ -603,6 +603,22 @@ def test_a_control_answer_that_is_no_object_is_an_error_of_the_server(
             NOBODY.call("/pause", {})
     else:
         assert NOBODY.call("/pause", {}) == {}
+
+
+def test_servers_get_seeds_that_they_take_and_a_position_more_than_a_trajectory_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A server leaves the last position empty, and refuses more than the model has unless its environment allows it."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(build, "start", lambda argv, control, log, env: started.append((argv, env)))
+    made = tiny.params(sampler={"backend": "sglang"}, rollout={"max_context_tokens": 512})
+    params = made.model_copy(update={"seed": 2**32 - 1})
+    for number in range(2):
+        build._start(params, Site(tmp_path, tmp_path, lambda *_: None), number, 40_000)
+    assert [argv[argv.index("--random-seed") + 1] for argv, _ in started] == [str(2**32 - 1), "0"]
+    for argv, env in started:
+        assert argv[argv.index("--context-length") + 1] == "513"
+        assert env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
 
 
 def test_a_port_leaves_room_for_the_ports_that_the_server_derives_from_it():
