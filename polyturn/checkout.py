@@ -32,7 +32,14 @@ def _main_worktree(root: Path) -> Path:
     except (OSError, subprocess.CalledProcessError):
         return root
     common = Path(found.stdout.strip())
-    return common.parent if common.name == ".git" else root
+    return common.parent if common.name == ".git" else _worktree_of(common) or root
+
+
+def _worktree_of(common: Path) -> Path | None:
+    """The checkout of a repository that lies elsewhere, as that of a submodule does; None of one that has none."""
+    command = ["git", "config", "--file", str(common / "config"), "core.worktree"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (common / found.stdout.strip()).resolve() if found.returncode == 0 else None
 
 
 def from_home(path: str) -> Path:

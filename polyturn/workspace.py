@@ -177,6 +177,9 @@ def add_worktree(root: Path, name: str, revision: str) -> Path:
     # twice: of an earlier one a lock may be left.
     add = ["-c", "core.hooksPath=/dev/null", "worktree", "add", "--force", "--force"]
     _git(root, *add, "--quiet", "--detach", str(path), commit)
+    if (path / ".gitmodules").is_file():  # a new worktree has their directories, empty
+        update = ["-c", "core.hooksPath=/dev/null", "submodule", "update", "--init"]
+        _git(path, *update, "--recursive", "--quiet")
     return path
 
 

@@ -27,6 +27,7 @@ _METRICS_PER_CALL = 1000
 _HTTP_ERROR = 500
 _TOO_MANY = 429
 _REFUSALS = ("AccessDenied", "NoSuchBucket", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+_DELETED = "must be in the 'active' state"  # what MLflow says of a run that somebody has deleted
 _POLL_S = 1.0
 # How PostgreSQL, SQLite and MySQL tell that a row is there already; MLflow passes it on as a bad request.
 _CONFLICTS = ("UniqueViolation", "UNIQUE constraint failed", "Duplicate entry")
@@ -54,9 +55,14 @@ def speaking(store: Store) -> Iterator[None]:
             raise AwayTrackingError(
                 f"tracking.uri {uri!r} does not answer ({first_line(error)})"
             ) from None
+        line = first_line(error)
+        fix = (
+            "it was deleted there meanwhile; start it again"
+            if _DELETED in line
+            else "look at its log, and run again"
+        )
         raise RefusedTrackingError(
-            f"tracking.uri {uri!r} stopped answering or refused ({first_line(error)}); "
-            "start the server and run again"
+            f"tracking.uri {uri!r} stopped answering or refused ({line}); {fix}"
         ) from None
     except (Boto3Error, BotoCoreError, ClientError, RequestException) as error:
         if is_away(error):

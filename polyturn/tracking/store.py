@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
+from alembic.util.exc import CommandError
 from mlflow import MlflowClient
 from mlflow.entities import Experiment, LifecycleStage
 from mlflow.exceptions import MlflowException
@@ -166,6 +167,11 @@ def _open(addresses: Addresses, experiment: str, outbox: Path) -> tuple[Store, s
         client = MlflowClient(tracking_uri=addresses.uri, registry_uri=addresses.uri)
         found = client.get_experiment_by_name(experiment) or _create(client, addresses, experiment)
         _follow_a_move(addresses, str(found.artifact_location))
+    except CommandError as error:  # of the migrations: a file of a later MLflow
+        raise TrackingError(
+            f"tracking.uri {addresses.uri!r} was written by another version of MLflow ({first_line(error)}); install that "
+            "version, or name another file"
+        ) from None
     except (MlflowException, SQLAlchemyError, OSError) as error:
         is_away = isinstance(error, MlflowException) and error.get_http_status_code() >= 500
         is_silent = is_locked(error) if addresses.database else is_away

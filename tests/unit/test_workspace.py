@@ -159,6 +159,55 @@ def test_a_worktree_is_made_anew_whatever_became_of_the_last_one(
     assert not path.exists()
 
 
+def test_a_worktree_has_the_submodules_of_its_commit(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pingdotgg/t3code#7672: a new worktree has their directories, empty."""
+    for number, (key, value) in enumerate(
+        {"protocol.file.allow": "always", "user.name": "t", "user.email": "t@example.org"}.items()
+    ):  # git's own guard against submodules of this machine
+        monkeypatch.setenv(f"GIT_CONFIG_KEY_{number}", key)
+        monkeypatch.setenv(f"GIT_CONFIG_VALUE_{number}", value)
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "3")
+    vendor = tmp_path / "vendor"
+    vendor.mkdir()
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *command], cwd=vendor, check=True)
+    (vendor / "grader.py").write_text("SCORE = 1\n")
+    for command in (["add", "."], ["commit", "-q", "-m", "y"]):
+        subprocess.run(["git", *command], cwd=vendor, check=True)
+    project = toy(one="pass")
+    project.git("submodule", "--quiet", "add", str(vendor), "plugins/vendor")
+    project.commit()
+    for _ in range(2):  # also in place of one that has them
+        path = workspace.create(project.path, "run", {})
+        assert (path / "plugins/vendor/grader.py").read_text() == "SCORE = 1\n"
+    workspace.remove(project.path, path)
+    assert not path.exists()
+    (project.path / "plugins/vendor/grader.py").write_text("SCORE = 2\n")
+    with pytest.raises(WorkspaceError, match="plugins/vendor is not committed"):
+        workspace.create(project.path, "run", {})
+
+
+def test_worktrees_of_a_checkout_that_is_a_submodule_belong_to_it(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """anthropics/claude-code#95820: its repository lies in that of the project around it."""
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "protocol.file.allow")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "always")
+    around = tmp_path / "around"
+    around.mkdir()
+    origin = toy(one="pass").path
+    for command in (["init", "-q"], ["submodule", "--quiet", "add", str(origin), "polyturn"]):
+        subprocess.run(["git", *command], cwd=around, check=True)
+    checkout = around / "polyturn"
+    assert main_checkout(checkout) == checkout
+    path = workspace.create(checkout, "run", {})
+    assert path.parent.parent.parent == checkout
+    assert main_checkout(path) == checkout
+
+
 def test_the_pipelines_own_outputs_are_no_uncommitted_edits(toy: Toy) -> None:
     project = toy(one="pass")
     for name in ("dvc.lock", "metrics.json", "registered.json"):

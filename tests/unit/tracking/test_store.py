@@ -32,6 +32,7 @@ from polyturn.pictures import Pictures
 from polyturn.report.data import read_run
 from polyturn.tracking import TrackingError, open_run
 from polyturn.tracking.fetch_model import fetch_model
+from polyturn.tracking.run import attach_run
 from polyturn.tracking.store import SilentServerError, connect, resolve
 from polyturn.tracking.traces import log_trajectories
 from tests.unit.fake_run import make_run
@@ -275,6 +276,30 @@ def test_a_place_without_file_locks_is_named(project: Path, monkeypatch: pytest.
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(TrackingError, match=r"No locks available.*a path on a local disk"):
         connect(TrackingParams(), project)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_database_of_another_mlflow_is_named(project: Path, is_whole: bool):
+    """mlflow/mlflow#12627, #16517: `Can't locate revision identified by ...`."""
+    path = project / "mlflow.db"
+    if not is_whole:
+        path.unlink()
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE IF NOT EXISTS alembic_version (version_num VARCHAR(32))")
+        database.execute("DELETE FROM alembic_version")
+        database.execute("INSERT INTO alembic_version VALUES ('ffff00000000')")
+    said = "out-of-date database schema" if is_whole else "written by another version of MLflow"
+    with pytest.raises(TrackingError, match=said):
+        connect(TrackingParams(), project)
+
+
+def test_a_run_that_somebody_deletes_is_named_as_such(project: Path):
+    store = connect(TrackingParams(), project)
+    created = store.client.create_run(store.experiment_id)
+    run = attach_run(TrackingParams(), root=project, run_id=created.info.run_id)
+    store.client.delete_run(run.run_id)
+    with pytest.raises(TrackingError, match="it was deleted there meanwhile; start it again"):
+        run.log_metrics({"loss": 1.0}, 1)
 
 
 def test_an_unwritable_place_is_named(tmp_path: Path):
