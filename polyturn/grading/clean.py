@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+MAX_OVER = 8  # fractions of plain TeX in one answer
 MAX_CHARACTERS = 2_000  # of one answer; real ones have fewer than 300
 
 _UNICODE = {
@@ -177,7 +178,9 @@ def _degrees(match: re.Match[str]) -> str:
 
 def _over_to_frac(text: str) -> str:
     r"""`{a \over b}` and `x = a \over b` as fractions."""
-    while (found := _OVER.search(text)) is not None:
+    for _ in range(MAX_OVER):
+        if (found := _OVER.search(text)) is None:
+            break
         start, end, depth = found.start(), found.end(), 0
         while start > 0 and not (depth == 0 and text[start - 1] in "{=,$"):
             start -= 1

@@ -34,13 +34,18 @@ _SENTENCE_END = re.compile(
     r"(?<=[\d$})°%])\.\s+|(?<=\b[A-H])\.\s+(?=[A-Z])|(?<=[a-z])\.\s+(?=[A-Z])|\bI hope it is correct"
 )
 _GOES_ON = re.compile(r"\s*(?:[-+*/^=<>(\\√π·×]|(?![mM][\s²³.,^)]|[mM]$)[A-Za-z](?![A-Za-z]))")
-_EQUATION = re.compile(r"[<>]\s*$|(?:\d\s?[A-Za-z]|[A-Za-z}]\s*[-+*/^]|\^)[^,.;:=\n$]*=\s*$")
-_LINKS = "and|or|so|then|thus|hence|therefore|about|approximately|approx|roughly"
-# Words behind a separator that are neither a link, a function nor the name in an assignment.
+_EQUATION = re.compile(r"[<>]\s*$|(?:\d ?[A-Za-z]|[A-Za-z}]\s*[-+*/^]|\^)[^,.;:=\n$]*=\s*$")
+_CHAIN = re.compile(r"(?:^|(?<![-+*/^\d])\s|[(,;:])[A-Za-z]{1,3}\s*=[^=,.;\n]*=\s*$")  # AB = 2x =
+_LINKS = "and|or|about|approximately|approx|roughly"
+_CONCLUSIONS = "so|then|thus|hence|therefore"
+# Behind a separator: a conclusion, or words that are neither a link, a function nor the name in an assignment.
 _CLAUSE = re.compile(
-    rf"(?:[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s+(?:(?:{_LINKS})\s+)*"
-    rf"(?!(?:{_LINKS}|{clean.FUNCTIONS})(?![A-Za-z]))[A-Za-z]{{2,}}(?![A-Za-z(]|\s*[=:])"
+    rf"(?:[,;]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s+(?:(?:{_LINKS})\s+)*(?:(?:{_CONCLUSIONS})\b|"
+    rf"(?!(?:{_LINKS}|{clean.FUNCTIONS})(?![A-Za-z]))[A-Za-z]{{2,}}(?![A-Za-z(]|\s*[=:]))"
 )
+_PARAGRAPH = re.compile(r"\n\s*\n")
+# Why the value before it is the answer, with values of its own.
+_REASON = re.compile(r"(?<=\S)[,;]?\s+(?:because|since)\b(?:(?![.!?]\s).)*$", re.DOTALL)
 _BOLD = re.compile(r"\*\*\s*([^*\n]{1,100}?)\s*\*\*")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(.{1,1000}?)(?<!\\)\$\$|(?<!\\)\$((?:[^$\\]|\\.){1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]",
@@ -186,14 +191,15 @@ def _unboxed(text: str) -> Extraction:
 
 def _last_formula_or_number(text: str) -> str | None:
     """Whichever ends later; a number that is only a part of something (an equation's side, 5x) is none."""
-    text = _DENIED.sub("", text)
+    text = _DENIED.sub("", _REASON.sub("", text))
     formula, number = _last(_FORMULA, text), _last(_RUN, text)
     if formula is not None and (number is None or formula.end() >= number.end()):
         return _content(formula).strip()
     if number is None or _GOES_ON.match(text, number.end()):
         return None
     before = text[max(0, number.start() - MAX_LEFT_SIDE) : number.start()]
-    return None if _EQUATION.search(before) else number.group().strip()
+    is_side = _EQUATION.search(before) and not _CHAIN.search(before)
+    return None if is_side else number.group().strip()
 
 
 def _in_sentence(sentence: str) -> str | None:
@@ -235,5 +241,5 @@ def is_value(text: str) -> bool:
 
 
 def has_clauses(text: str) -> bool:
-    """Whether its numbers are said one after the other in a sentence: "since AB is 12, the area is 24" is no list."""
-    return _CLAUSE.search(text) is not None
+    """Whether its numbers are said one after the other: "since AB is 12, the area is 24" is no list, nor are paragraphs."""
+    return bool(_CLAUSE.search(text) or _PARAGRAPH.search(text.strip()))

@@ -204,6 +204,24 @@ def test_a_label_may_be_a_vector() -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "The hypotenuse is 25, because 7² + 24² = 625.",
+        "x = 25, since 7^2 + 24^2 = 625",
+        "**x = 25**\n\nCheck: 7^2 + 24^2 = 25^2",
+        "5x = 125\nx = 25",
+        "x = 50, so AB = x / 2 = 25",
+        "The solution is $x = 50$ and hence $AB = x - 25 = 25$.",
+        "By the theorem, $x = \\sqrt{7^2+24^2} = \\sqrt{625} = 25$.",
+        "1. Legs are 7 and 24.\n2. Use the theorem.\n3. The hypotenuse is 25.",
+    ],
+)
+def test_the_result_of_a_derivation_is_found(text: str) -> None:
+    for value in ("25", "625", "50", "125", "7, 24"):
+        assert answers_match(text, value) == (value == "25"), value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "Since AB is 12, the area is 24.",
         "The base is 6 and the height is 8, so the area is 24.",
         "With sides 6 and 8, the perimeter is 24",
