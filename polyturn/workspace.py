@@ -194,7 +194,7 @@ def resolve(root: Path, revision: str) -> str:
     names = (f"refs/remotes/origin/{revision}", revision)
     if _commit(root, *names[1:]) != revision:  # not a whole commit id that is here already
         _fetch(root)
-    if (found := _commit(root, *names)) is None:
+    if (found := _commit(root, *names) or _fetched(root, revision)) is None:
         raise WorkspaceError(
             f"revision {revision!r} is no branch, tag or commit that {root} or its remotes know; push it first"
         )
@@ -215,6 +215,18 @@ def _fetch(root: Path) -> None:
         _git(root, "fetch", "--all", "--quiet")
     except WorkspaceError as error:  # what is here may do
         logger.warning("%s", error)
+
+
+def _fetched(root: Path, revision: str) -> str | None:
+    """What a remote has by that name and a plain fetch does not bring, as in a clone of one branch or of some depth."""
+    for remote in _git(root, "remote").split():
+        try:
+            _git(root, "fetch", "--quiet", "--", remote, revision)
+        except WorkspaceError as error:
+            logger.debug("%s", error)
+        else:
+            return _commit(root, "FETCH_HEAD")
+    return None
 
 
 def remove(root: Path, path: Path) -> None:

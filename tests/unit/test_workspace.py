@@ -297,3 +297,20 @@ def test_a_revision_is_fetched_and_the_remotes_branch_goes_before_the_local_one(
     assert (newer / "data.txt").read_text() == "data\n"
     with pytest.raises(WorkspaceError, match=r"revision 'nowhere' .*push it first"):
         workspace.create(host, "none", {}, revision="nowhere")
+
+
+def test_a_shallow_clone_fetches_what_a_run_is_of(toy: Toy, tmp_path: Path) -> None:
+    """treeverse/dvc#6822: a clone of depth 1 knows one commit of one branch; `reproduce` and `revision` name others."""
+    project = toy(one="pass")
+    first = project.git("rev-parse", "HEAD")
+    for seed, branch in ((1, "main"), (2, "theirs"), (3, "main")):
+        project.git("checkout", "--quiet", "-B", branch)
+        workspace.write_params(project.path, {"seed": seed})
+        project.commit()
+    host = tmp_path / "host"
+    clone = ["git", "clone", "-q", "--depth", "1", "--branch", "main"]
+    subprocess.run([*clone, project.path.as_uri(), str(host)], check=True)
+    made = [workspace.create(host, name, {}, revision=name) for name in (first, "theirs", "main")]
+    assert [params.load(path / "params.yaml").seed for path in made] == [0, 2, 3]
+    with pytest.raises(WorkspaceError, match=r"revision '--upload-pack=.*push it first"):
+        workspace.create(host, "none", {}, revision="--upload-pack=touch")
