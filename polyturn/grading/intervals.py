@@ -17,6 +17,7 @@ _LESS = re.compile(r"\\lt(?![A-Za-z])|&lt;")
 _GREATER = re.compile(r"\\gt(?![A-Za-z])|&gt;")
 _ELEMENT = re.compile(r"^([A-Za-z]|\\[a-z]+)\s*\\in(?![A-Za-z])")
 _UNION = re.compile(r"\\cup(?![A-Za-z])|(?<![A-Za-z])or(?![A-Za-z])")
+_BOTH = re.compile(r",(?!\d{3}(?!\d))|(?<![A-Za-z])and(?![A-Za-z])|\\(?:land|wedge)(?![A-Za-z])")
 _RELATION = re.compile(r"(\\[lg]e(?:q|qq|qslant)?(?![A-Za-z])|[<>]=?)")
 _VARIABLE = re.compile(r"[A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|lambda)")
 _INFINITY = re.compile(r"([-+]?)\s*\\infty")
@@ -73,9 +74,8 @@ def read(text: str) -> Line | None:
 
 def _part(text: str) -> tuple[Interval | None, str | None]:
     """One interval, and the variable of its inequality."""
-    sides = [side.strip() for side in _RELATION.split(text)]
-    if len(sides) > 1:
-        return _inequality(sides)
+    if _RELATION.search(text):
+        return _between([_inequality(part) for part in _BOTH.split(text)])
     if text[:1] not in ("(", "[") or text[-1:] not in (")", "]"):
         return None, None
     bounds = values.split(text[1:-1], ",;")
@@ -86,11 +86,25 @@ def _part(text: str) -> tuple[Interval | None, str | None]:
     ), None
 
 
-def _inequality(sides: list[str]) -> tuple[Interval | None, str | None]:
-    """`3 < x <= 5` as sides and relations in turn; also `x > 3` and `3 < x`."""
+def _between(
+    found: list[tuple[Interval | None, str | None]],
+) -> tuple[Interval | None, str | None]:
+    """What one inequality says, or two of one variable of which one is a lower bound: `x > 3 and x < 5`."""
+    if len(found) == 1:
+        return found[0]
+    ordered = sorted(found, key=lambda item: item[0] is not None and item[0].low is None)
+    (low, variable), (high, other) = ordered if len(ordered) == 2 else ((None, None), (None, None))
+    if low is None or high is None or variable != other or low.high or high.low:
+        return None, None
+    return Interval(low.low, high.high, low.has_low, high.has_high), variable
+
+
+def _inequality(text: str) -> tuple[Interval | None, str | None]:
+    """`3 < x <= 5`, `x > 3`, `3 < x`."""
+    sides = [side.strip() for side in _RELATION.split(text)]
     relations = sides[1::2]
     is_falling = [relation.startswith((">", "\\g")) for relation in relations]
-    if len(set(is_falling)) > 1 or len(sides) > 5:
+    if len(set(is_falling)) != 1 or len(sides) > 5:
         return None, None
     if is_falling[0]:
         sides = sides[::-1]

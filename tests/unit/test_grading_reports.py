@@ -8,9 +8,11 @@ from polyturn.reward import answers_match, extract_answer, grade, parse_referenc
 
 # (what is written, what equals it, what does not)
 INTERVALS = [
-    ("(0, 12.5)", ["0 < x < 12.5", "12.5 > x > 0", "0 \\lt x \\lt \\frac{25}{2}", "x \\in (0, 12.5)"],
-     ["0 \\leq x < 12.5", "0 < x < 12", "[0, 12.5)", "x < 12.5"]),
+    ("(0, 12.5)", ["0 < x < 12.5", "12.5 > x > 0", "0 \\lt x \\lt \\frac{25}{2}", "x \\in (0, 12.5)",
+                    "x > 0 \\text{ and } x < 12.5", "x < 12.5, 0 < x"],
+     ["x > 0 \\text{ and } y < 12.5", "x > 0, x > 12.5", "x > 0 \\text{ or } x < 12.5", "0 \\leq x < 12.5", "0 < x < 12", "[0, 12.5)", "x < 12.5"]),
     ("x < 3", ["(-\\infty, 3)", "3 > x", "x \\in (-\\infty,3)", "x<3.0"], ["x \\leq 3", "x > 3", "(-\\infty, 3]", "y < 3"]),
+    ("x > 1,250", ["(1250, \\infty)"], ["x > 1"]),
     ("[2, \\infty)", ["x \\geq 2", "2 \\le x", "x ≥ 2", "x >= 2"], ["x > 2", "(2, \\infty)", "x \\leq 2"]),
     ("x < -1 \\text{ or } x > 5", ["(-\\infty, -1) \\cup (5, \\infty)", "x > 5 or x < -1"],
      ["(-\\infty, -1) \\cup [5, \\infty)", "x < -1", "-1 < x < 5"]),
