@@ -217,12 +217,16 @@ def _check_server() -> None:
     if url is None:
         return
     try:
-        httpx.get(f"{url}/health", timeout=_SERVER_S).raise_for_status()
-    except httpx.HTTPError as error:
+        answer = httpx.get(f"{url.rstrip('/')}/health", timeout=_SERVER_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(
             f"PREFECT_API_URL: the Prefect server at {url} does not answer ({error}); start it, or run "
             "`make services-stop` to forget the one of `make services`"
         ) from None
+    if not answer.is_success:
+        raise ValueError(
+            f"PREFECT_API_URL: {url} answers {answer.status_code}; the address of a Prefect server's API ends in /api"
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from polyturn import layout, lease, workspace
 from polyturn.login import login
 
 ROOT = Path(__file__).resolve().parent.parent
+_MAX_NAME = 100  # a file's name has 255 at most, some file systems' 143, with what is put before and behind it
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,14 @@ def open_worktree(
 
 
 def file_name(name: str) -> str:
-    """A flow run's name as a directory, a git reference and an experiment of DVC.
+    """A flow run's name as a directory, a git reference and an experiment of DVC: 100 characters at most.
 
     >>> [file_name(name) for name in ("polite-otter", "lr 1e-5 / again", "..")]
     ['polite-otter', 'lr-1e-5-again', 'run']
     """
-    return re.sub(r"-{2,}", "-", re.sub(r"[^A-Za-z0-9_-]+", "-", name)).strip("-") or "run"
+    text = re.sub(r"-{2,}", "-", re.sub(r"[^A-Za-z0-9_-]+", "-", name)).strip("-") or "run"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 9]}-{digest}"
 
 
 def page() -> str | None:

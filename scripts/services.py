@@ -180,10 +180,10 @@ def _running(name: str) -> processes.Process | None:
 def _check_named_server() -> None:
     url = os.environ.get("PREFECT_API_URL", "")
     try:
-        httpx.get(f"{url}/health", timeout=5).raise_for_status()
-    except (httpx.HTTPError, httpx.UnsupportedProtocol) as error:
+        httpx.get(f"{url.rstrip('/')}/health", timeout=5).raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServicesError(
-            f"PREFECT_API_URL must name a Prefect server (http://HOST:4200/api), got {url!r}: {error}"
+            f"PREFECT_API_URL must name a Prefect server (http://HOST:4200/api), got {url!r}: {str(error).splitlines()[0]}"
         ) from None
 
 

@@ -6,12 +6,16 @@ import base64
 import importlib
 import json
 import math
+import threading
 import xml.etree.ElementTree as ET
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from pydantic import ValidationError
 
 from flows import artifacts, automations, graph, options, pipeline, place, summary
@@ -78,6 +82,38 @@ def test_run_names_become_names_of_directories_and_references() -> None:
     assert [place.file_name(name) for name in given] == [
         "polite-otter", "lr-1e-5-again", "run", "rf", "a-b", "run",
     ]  # fmt: skip
+
+
+def test_a_long_run_name_is_a_short_file_name_of_its_own() -> None:
+    """A name made of all its params: longer than a file's may be, and like another's at its beginning."""
+    first, second = (place.file_name(f"{'lr-1e-5-' * 60}{end}") for end in "ab")
+    assert first != second
+    assert len(first) == len(second) == 100
+
+
+def test_the_address_of_the_servers_api_is_told_from_that_of_its_page() -> None:
+    """PrefectHQ/prefect-helm#171: /api was missing; and one with a slash at its end is right."""
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/api/health" else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = f"http://127.0.0.1:{server.server_address[1]}"
+        for address, said in (
+            (f"{page}/api", None),
+            (f"{page}/api/", None),
+            (page, "answers 404; the address of a Prefect server's API ends in /api"),
+            (page.removeprefix("http://"), "does not answer"),
+        ):
+            expected = pytest.raises(ValueError, match=said) if said else nullcontext()
+            with temporary_settings({PREFECT_API_URL: address}), expected:
+                pipeline._check_server()
+        server.shutdown()
 
 
 def test_the_curve_is_a_picture_of_the_steps_that_have_a_reward(tmp_path: Path) -> None:
