@@ -14,6 +14,7 @@ from typing import TextIO
 
 from polyturn.data.cache import Body, FetchCache
 from polyturn.data.fetching import Fetcher
+from polyturn.data.files import inside
 from polyturn.data.normalise import sniff
 from polyturn.data.quarantine import RowError
 from polyturn.data.s3 import ObjectStore
@@ -75,9 +76,8 @@ class Acquirer:
         return Body(data, hashlib.sha256(data).hexdigest())
 
     def _read_picture(self, name: str) -> bytes:
-        root = self.pictures.resolve()
-        path = (root / name).resolve()
-        if not path.is_relative_to(root):
+        path = inside(self.pictures, name)
+        if path is None:
             raise RowError("blocked_path", f"{name[:200]!r} leads out of the dataset")
         if not path.is_file():
             raise RowError("missing_file", f"{name[:200]!r} does not exist in the dataset")

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
+
+# How an object lies in DVC's cache; with DVC's cache.type symlink the files of outs and datasets are links to such.
+_DVC_OBJECT = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
+
+
+def inside(root: Path, name: str) -> Path | None:
+    """The file `name` below `root`, links followed; None where it leads out, other than into DVC's cache.
+
+    Raises:
+        OSError, ValueError: `name` is too long, or none.
+    """
+    base = root.resolve()
+    path = Path(os.path.normpath(base / name))
+    if not (path.is_relative_to(base) or path.is_relative_to(root.absolute())):
+        return None
+    found = path.resolve()
+    is_ours = found.is_relative_to(base) or _DVC_OBJECT.search(found.as_posix())
+    return found if is_ours else None
 
 
 @contextmanager

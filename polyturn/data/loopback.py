@@ -8,15 +8,16 @@ from pathlib import Path
 
 from aiohttp import web
 
+from polyturn.data.files import inside
+
 
 @asynccontextmanager
 async def serve_directory(root: Path) -> AsyncIterator[tuple[str, int]]:
     """Serve the files under `root` on a free port; gives (address, port)."""
-    base = root.resolve()
 
     async def picture(request: web.Request) -> web.Response:
-        path = (base / request.match_info["name"]).resolve()
-        if not path.is_relative_to(base) or not path.is_file():
+        path = inside(root, request.match_info["name"])
+        if path is None or not path.is_file():
             raise web.HTTPNotFound
         return web.Response(body=path.read_bytes(), content_type="application/octet-stream")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, urlsplit
 
-from polyturn.data.files import write_jsonl
+from polyturn.data.files import inside, write_jsonl
 from polyturn.data.geo3k import LineError, UnknownSplit
 from polyturn.data.normalise import FORMATS, sniff
 from polyturn.data.quarantine import RowError, SetAside, write_quarantine
@@ -174,11 +174,11 @@ class RawWriter:
             )
         root = self.source.root.resolve()
         try:
-            found = (root / name).resolve()
-            is_there = found.is_file()
+            found = inside(self.source.root, name)
+            is_there = found is not None and found.is_file()
         except (OSError, ValueError):  # too long, or with a zero byte
             raise RowError("missing_file", f"{path[:200]!r} can be the name of no file") from None
-        if not found.is_relative_to(root):
+        if found is None:
             raise RowError("blocked_path", f"{path[:200]!r} leads out of the dataset")
         if not is_there:
             raise RowError("missing_file", f"{path[:200]!r} does not exist in the dataset")
