@@ -24,18 +24,19 @@ from prefect.states import Cancelled
 logger = logging.getLogger(__name__)
 
 _POLL_S = 10.0
-_PATIENCE_S = 15.0  # in which Prefect's own watch ends the run, if it still watches
+_PATIENCE_S = (
+    15.0  # in which Prefect's own watch of a deployment's run ends it, if it still watches
+)
 T = TypeVar("T")
 
 
 def watched(work: Callable[[], T]) -> T | State[T]:
     """Do the work of this flow run; its state is Cancelled where that was asked for and nobody else has ended it.
 
-    A run that was started by hand is watched by nobody: Ctrl-C ends it.
+    Prefect does not watch a run that was started by hand at all.
     """
-    if not deployment.get_id():
-        return work()
-    watch = _Watch(UUID(flow_run.get_id()))
+    patience_s = _PATIENCE_S if deployment.get_id() else 0.0
+    watch = _Watch(UUID(flow_run.get_id()), patience_s)
     watch.start()
     try:
         return work()
@@ -50,9 +51,10 @@ def watched(work: Callable[[], T]) -> T | State[T]:
 class _Watch:
     """Looks at the run's state from a thread of its own, and sends its process SIGTERM."""
 
-    def __init__(self, run_id: UUID) -> None:
+    def __init__(self, run_id: UUID, patience_s: float) -> None:
         self.has_ended_it = False
         self._run_id = run_id
+        self._patience_s = patience_s
         self._is_stopped = threading.Event()
 
     def start(self) -> None:
@@ -66,9 +68,9 @@ class _Watch:
         while not self._is_stopped.wait(_POLL_S):
             if not self._is_cancelling():
                 since = None
-            elif since is None:
-                since = time.monotonic()
-            elif time.monotonic() - since > _PATIENCE_S:
+                continue
+            since = since or time.monotonic()
+            if time.monotonic() - since >= self._patience_s:
                 self.has_ended_it = True
                 os.kill(os.getpid(), signal.SIGTERM)
                 return

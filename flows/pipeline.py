@@ -18,7 +18,7 @@ import httpx
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import CancelledRun, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from pydantic import JsonValue
@@ -33,7 +33,7 @@ from polyturn.login import USER
 from polyturn.report.write import write_report
 from polyturn.supported import check_supported
 from tasks.context import PARENT_RUN, imports_are_done
-from tasks.failure import FAILURE, USER_ERROR, Terminated
+from tasks.failure import FAILURE, TERMINATED, USER_ERROR, Terminated
 from tasks.stage import StageFailedError, StageReport, run_dvc_stage
 
 _SERVER_S = 5.0
@@ -246,6 +246,9 @@ def main(arguments: list[str] | None = None) -> int:
             workspace.require_committed(ROOT)
         _check_server()
         pipeline(recipe=chosen.recipe, overrides=overrides, in_worktree=chosen.worktree)
+    except CancelledRun:
+        sys.stderr.write("cancelled\n")
+        return TERMINATED
     except StageFailedError as error:
         return FAILURE if error.outcome.is_retryable else USER_ERROR
     except ValueError as error:

@@ -212,6 +212,27 @@ def test_cancelling_ends_the_stage_its_children_and_theirs(
     assert set(map(tuple, runs.values())) == {("KILLED",)}, "the stage's run and the one around it"
 
 
+def test_a_run_that_was_started_by_hand_is_cancelled_as_well(
+    toy: Toy, server: dict[str, str]
+) -> None:
+    """PrefectHQ/prefect#17482, #9801: it is Cancelled for the server, and goes on."""
+    project = toy(one='Path("started").write_text(str(os.getpid())); time.sleep(300)')
+    process = project.start(*FLOW, **server)
+    wait_until((project.path / "started").exists, seconds=60)
+    stage = processes.find(int((project.path / "started").read_text()))
+    assert stage is not None
+    query = {"limit": 1, "sort": "START_TIME_DESC"}
+    (found,) = httpx.post(f"{server['PREFECT_API_URL']}/flow_runs/filter", json=query).json()
+    project.run("prefect", "flow-run", "cancel", found["id"], **server)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert output.splitlines()[-1] == "cancelled"
+    assert not stage.is_alive
+    ended = httpx.get(f"{server['PREFECT_API_URL']}/flow_runs/{found['id']}").json()
+    assert ended["state_type"] == "CANCELLED"
+    assert {state for states in project.runs().values() for state in states} == {"KILLED"}
+
+
 def test_what_a_stage_leaves_behind_is_ended(toy: Toy, server: dict[str, str]) -> None:
     project = toy(one=_FAMILY)
     result = project.run(*FLOW, **server)  # ends, though a child still holds the output
