@@ -98,11 +98,13 @@ class ToyProject:
 
     def start(self, *command: str, **env: str) -> subprocess.Popen[str]:
         """Start a command in a session of its own; `python` and `dvc` are those of the tests."""
+        # other tests in this process may have told MLflow of their store
+        inherited = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"}
         return subprocess.Popen(
             command,
             cwd=self.path,
             # `import flows` names the home of the checkout under test, whose runs are none of the toy's
-            env={**os.environ, "PREFECT_HOME": str(self.path / ".prefect"), "GIT_CONFIG_COUNT": "2",
+            env={**inherited, "PREFECT_HOME": str(self.path / ".prefect"), "GIT_CONFIG_COUNT": "2",
                  "GIT_CONFIG_KEY_0": "user.name", "GIT_CONFIG_VALUE_0": "test",
                  "GIT_CONFIG_KEY_1": "user.email", "GIT_CONFIG_VALUE_1": "test@example.org", **env},
             stdout=subprocess.PIPE,
