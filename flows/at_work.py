@@ -5,11 +5,8 @@ A server keeps a run Running whose process and worker have gone together; a proc
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from prefect.client.orchestration import SyncPrefectClient
@@ -19,7 +16,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.states import Cancelling, Crashed
+from prefect.states import Cancelled, Cancelling, Crashed
 
 _OPEN = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 _POLL_S = 0.5
@@ -33,12 +30,9 @@ def find(client: SyncPrefectClient) -> list[FlowRun]:
 
 def cancel(client: SyncPrefectClient, runs: Sequence[FlowRun], *, wait_s: float) -> list[FlowRun]:
     """Cancel runs, and give them `wait_s` to end and to say so; those that have not."""
-    for run in runs:
-        if run.deployment_id is None:  # no worker watches it
-            with suppress(ProcessLookupError):
-                os.kill(int(str(run.infrastructure_pid)), signal.SIGTERM)
-        else:
-            client.set_flow_run_state(run.id, Cancelling(message="the services are ended"))
+    for run in runs:  # nobody is known who would end one without a process
+        state = Cancelling if run.infrastructure_pid else Cancelled
+        client.set_flow_run_state(run.id, state(message="the services are ended"))
     end = time.monotonic() + wait_s
     names = {run.id for run in runs}
     while left := [run for run in _open(client) if run.id in names]:
