@@ -44,10 +44,11 @@ from gpu_loop_modes import MODES, PHASES, Bench, run_mode  # noqa: E402
 from gpu_loop_orders import Contest, compare, first_requests, second_server  # noqa: E402
 
 from benchmarks import shapes  # noqa: E402
-from polyturn import environment, model  # noqa: E402
+from polyturn import environment  # noqa: E402
 from polyturn.determinism import choose_kernels  # noqa: E402
-from polyturn.model import Policy  # noqa: E402
 from polyturn.params import Params, parse  # noqa: E402
+from polyturn.policy import model  # noqa: E402
+from polyturn.policy.model import Policy  # noqa: E402
 from polyturn.render import Renderer  # noqa: E402
 from polyturn.runtime import set_up_torch  # noqa: E402
 from polyturn.sampler.sglang.build import Site, sglang_sampler  # noqa: E402

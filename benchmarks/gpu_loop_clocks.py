@@ -14,11 +14,11 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from polyturn.candidates import Candidates
 from polyturn.learner.base import Logprobs, UpdateStats
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.learner.shares import is_scored
-from polyturn.recorder import Recorder
+from polyturn.training.candidates import Candidates
+from polyturn.training.recorder import Recorder
 from polyturn.types import TrainingSample
 
 _SAMPLE_S = 0.05  # between two looks at the GPU

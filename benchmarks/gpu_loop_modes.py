@@ -25,12 +25,12 @@ from gpu_loop_work import METER
 
 from benchmarks.train_2b import profiled
 from polyturn import grpo
-from polyturn.checkpoint_writer import CheckpointWriter
-from polyturn.model import Policy
 from polyturn.params import Params, parse
-from polyturn.parts import Parts
+from polyturn.policy.model import Policy
 from polyturn.progress import Progress
 from polyturn.sampler.sglang.sampler import SglangSampler
+from polyturn.training.checkpoint_writer import CheckpointWriter
+from polyturn.training.parts import Parts
 
 PHASES = ("sample", "reward", "logprobs", "train", "sync", "record", "other")
 

@@ -20,9 +20,9 @@ from benchmarks import shapes
 from benchmarks.shapes import Shape
 from polyturn.envs.base import Observation, image_record
 from polyturn.envs.zoom import REGIONS, cut, region_box
-from polyturn.model import Policy
 from polyturn.params import RewardParams
-from polyturn.processor import save_processor
+from polyturn.policy.model import Policy
+from polyturn.policy.processor import save_processor
 from polyturn.reward import correctness
 from polyturn.types import ImageRecord, Message, Problem, Trajectory
 

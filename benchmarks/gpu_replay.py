@@ -37,17 +37,18 @@ from gpu_loop_clocks import Unpublished  # noqa: E402
 from gpu_loop_engine import FullTurns  # noqa: E402
 
 from benchmarks import shapes  # noqa: E402
-from polyturn import environment, grpo, model  # noqa: E402
-from polyturn.checkpoint_writer import CheckpointWriter  # noqa: E402
+from polyturn import environment, grpo  # noqa: E402
 from polyturn.determinism import choose_kernels  # noqa: E402
 from polyturn.learner.fsdp import FsdpLearner  # noqa: E402
 from polyturn.params import Params, parse  # noqa: E402
-from polyturn.parts import Parts  # noqa: E402
+from polyturn.policy import model  # noqa: E402
 from polyturn.progress import Progress  # noqa: E402
-from polyturn.recorder import Recorder  # noqa: E402
 from polyturn.render import Renderer  # noqa: E402
 from polyturn.runtime import set_up_torch  # noqa: E402
 from polyturn.sampler.sglang.build import Site, sglang_sampler  # noqa: E402
+from polyturn.training.checkpoint_writer import CheckpointWriter  # noqa: E402
+from polyturn.training.parts import Parts  # noqa: E402
+from polyturn.training.recorder import Recorder  # noqa: E402
 from scripts.gap_drift import trend  # noqa: E402
 
 SMALL = shapes.Shape(1024, 640, 1920, 8, 10, 2, 64, 256, 512, 4, 4, (0, 1))

@@ -28,13 +28,13 @@ from PIL import Image
 from transformers import PreTrainedModel
 from transformers.processing_utils import ProcessorMixin
 
-from polyturn import model, small_model
 from polyturn.envs.base import image_record
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.params import LearnerParams, LossParams, SmallModelParams
+from polyturn.policy import model, small_model
+from polyturn.policy.vision import PatchReader
 from polyturn.render import Renderer
 from polyturn.types import Message, TrainingSample
-from polyturn.vision import PatchReader
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("polyturn", "trl")

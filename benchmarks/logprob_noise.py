@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from benchmarks import shapes
 from benchmarks.train_2b import Size, make_samples
 from polyturn.learner.fsdp import FsdpLearner
-from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
+from polyturn.policy.model import Policy
+from polyturn.policy.vision import PatchReader
 from polyturn.render import Renderer
 from polyturn.types import TrainingSample
-from polyturn.vision import PatchReader
 
 Logprobs = NDArray[np.float32]
 

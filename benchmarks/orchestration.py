@@ -41,7 +41,7 @@ DEMO_S = 450.0  # of `make demo` on two quiet cores: six to nine minutes (README
 NUM_METRIC_CALLS, METRICS_PER_CALL, NUM_TRACES = 940, 20, 80
 TRACE_S = 0.06  # tracking.traces_per_step says so
 MODULES = (
-    "polyturn.params", "polyturn.cli", "tasks.context", "polyturn.reward", "flows.pipeline", "prefect", "mlflow",
+    "polyturn.params", "polyturn.cli.commands", "tasks.context", "polyturn.reward", "flows.pipeline", "prefect", "mlflow",
     "dvc.repo", "transformers", "torch", "tasks.train",
 )  # fmt: skip
 _STAGE = """

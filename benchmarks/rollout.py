@@ -68,8 +68,8 @@ def build_policy():
     """The demo's small Qwen3-VL with random weights, under Qwen3-VL's chat template as TRL ships it."""
     from trl.chat_template_utils import qwen3_vl_chat_template  # noqa: PLC0415
 
-    from polyturn import model, small_model  # noqa: PLC0415
     from polyturn.params import SmallModelParams  # noqa: PLC0415
+    from polyturn.policy import model, small_model  # noqa: PLC0415
 
     small = SmallModelParams()
     texts = [*SAID, SCORE, *(text for text, _ in figures(16))]

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from polyturn import model, small_model
-from polyturn.model import Policy
 from polyturn.params import SmallModelParams
+from polyturn.policy import model, small_model
+from polyturn.policy.model import Policy
 
 # Qwen3-VL-2B-Instruct's config.json: 2.13 G parameters with a tied head. `rows` are of the embedding.
 PATCH, MERGE, PIXELS = 16, 2, 448 * 448

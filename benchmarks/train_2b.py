@@ -28,9 +28,9 @@ from polyturn.envs.base import image_record
 from polyturn.learner.base import Learner
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.params import LearnerParams, LossParams
+from polyturn.policy.vision import patch_cost
 from polyturn.render import Renderer
 from polyturn.types import Message, TrainingSample
-from polyturn.vision import patch_cost
 
 PEAK = 790e12  # bfloat16 matrix products of an H200, short burst
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -16,7 +16,7 @@ from prefect.artifacts import (
 )
 
 from flows import summary
-from polyturn.plan import Plan
+from polyturn.pipeline.plan import Plan
 from polyturn.report.charts import Line, line_chart
 from tasks.stage import StageReport
 

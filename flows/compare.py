@@ -14,8 +14,9 @@ from prefect.runtime import flow_run
 
 from flows.artifacts import browsable
 from flows.place import ROOT
-from polyturn import compare_cli, compare_text
-from polyturn.compare import Comparison
+from polyturn.cli import compare as compare_cli
+from polyturn.evaluation import compare_text
+from polyturn.evaluation.compare import Comparison
 
 
 @flow(name="compare", validate_parameters=True)

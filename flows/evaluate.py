@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from flows.cancelling import watched
 from flows.place import ROOT, Place, identify, open_worktree
-from polyturn import family, workspace
+from polyturn.pipeline import workspace
+from polyturn.policy import family
 from polyturn.supported import check_supported
 from tasks.failure import FAILURE, USER_ERROR, Outcome
 from tasks.stage import StageFailedError, run_dvc_stage

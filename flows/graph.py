@@ -14,9 +14,9 @@ from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.stage import PipelineStage
 
-from polyturn import dvc_objects, plan
-from polyturn.plan import Plan, Status
-from polyturn.workspace import WorkspaceError
+from polyturn.pipeline import dvc_objects, plan
+from polyturn.pipeline.plan import Plan, Status
+from polyturn.pipeline.workspace import WorkspaceError
 
 _LOCK_WAIT_S = 120.0
 

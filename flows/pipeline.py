@@ -28,8 +28,9 @@ from flows.cancelling import watched
 from flows.options import StageOptions, StagesError
 from flows.place import ROOT, Identity, Place, identify, open_worktree
 from flows.stage import run_elsewhere
-from polyturn import layout, params, tracking, workspace
+from polyturn import layout, params, tracking
 from polyturn.login import USER
+from polyturn.pipeline import workspace
 from polyturn.report.write import write_report
 from polyturn.supported import check_supported
 from tasks.context import PARENT_RUN, imports_are_done

@@ -17,8 +17,9 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import deployment, flow_run
 from prefect.utilities.urls import url_for
 
-from polyturn import layout, lease, workspace
+from polyturn import layout
 from polyturn.login import login
+from polyturn.pipeline import lease, workspace
 
 ROOT = Path(__file__).resolve().parent.parent
 _MAX_NAME = 100  # a file's name has 255 at most, some file systems' 143, with what is put before and behind it

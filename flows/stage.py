@@ -29,7 +29,8 @@ from flows import graph
 from flows.cancelling import watched
 from flows.options import StageOptions
 from flows.place import ROOT, Identity, Place, open_worktree
-from polyturn import layout, params, workspace
+from polyturn import layout, params
+from polyturn.pipeline import workspace
 from polyturn.tracking.orphans import close_lost
 from polyturn.tracking.store import connect
 from tasks.context import PARENT_RUN

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import cast
 
 from polyturn import layout
-from polyturn.plan import Plan, duration
-from polyturn.plan_reasons import Reason
+from polyturn.pipeline.plan import Plan, duration
+from polyturn.pipeline.plan_reasons import Reason
 from tasks.stage import StageReport
 
 _SCORES = {"sampled": "sampled", "greedy": "greedy", "training_env": "training's environment"}

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyturn import model
 from polyturn.data.normalise import normalise
 from polyturn.envs.base import load_object
 from polyturn.episode import Episode, EpisodeSettings
-from polyturn.evaluate import evaluation_settings
+from polyturn.evaluation.evaluate import evaluation_settings
 from polyturn.params import Params
+from polyturn.policy import model
 from polyturn.render import Renderer
 from polyturn.reward import extract_answer
 from polyturn.sampler.hf import HfSampler

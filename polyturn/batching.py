@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from polyturn.balance import Load, Prompt, partition
-from polyturn.positions import mrope_positions
+from polyturn.policy.positions import mrope_positions
 from polyturn.render import Renderer
 from polyturn.types import Batch, ImageRecord, Span, TrainingSample
 

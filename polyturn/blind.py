@@ -15,11 +15,11 @@ import numpy as np
 from PIL import Image
 
 from polyturn.envs.base import image_record, load_object, prompt_tools
-from polyturn.metrics import trajectories_of
 from polyturn.params import RolloutParams
 from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.base import Reply, Sampler, SampleRequest
+from polyturn.training.metrics import trajectories_of
 from polyturn.types import ImageRecord, Problem, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 
 from polyturn.advantage import are_equal
 from polyturn.envs.base import load_object
-from polyturn.evaluate import is_correct
+from polyturn.evaluation.evaluate import is_correct
 from polyturn.types import Group, Status
 
 

@@ -11,25 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from polyturn import blind, debug, run_state, stop_rules
+from polyturn import blind
 from polyturn.advantage import advantages_of
-from polyturn.checks import check_gap, check_updates
-from polyturn.clock import Clock
-from polyturn.collect import check_start
-from polyturn.gap import gap_metrics, mean_gap
-from polyturn.metrics import Metrics, rollout_metrics, trajectories_of, update_metrics
-from polyturn.overlap import Rollouts
 from polyturn.params import Params
-from polyturn.parts import Parts
 from polyturn.rollout import RolloutSettings
-from polyturn.run_state import Best, RunState
 from polyturn.samples import probe, with_gradient
 from polyturn.seeds import derive
-from polyturn.stop_rules import Stopped
-from polyturn.turn_metrics import env_times
+from polyturn.training import debug, run_state, stop_rules
+from polyturn.training.checks import check_gap, check_updates
+from polyturn.training.clock import Clock
+from polyturn.training.collect import check_start
+from polyturn.training.gap import gap_metrics, mean_gap
+from polyturn.training.metrics import Metrics, rollout_metrics, trajectories_of, update_metrics
+from polyturn.training.overlap import Rollouts
+from polyturn.training.parts import Parts
+from polyturn.training.run_state import Best, RunState
+from polyturn.training.stop_rules import Stopped
+from polyturn.training.turn_metrics import env_times
+from polyturn.training.updates import run_updates
+from polyturn.training.validation import validate
 from polyturn.types import Group
-from polyturn.updates import run_updates
-from polyturn.validation import validate
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import jinja2
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from polyturn.model import Policy
-from polyturn.processor import END_OF_TURN
+from polyturn.policy.model import Policy
+from polyturn.policy.processor import END_OF_TURN
 from polyturn.types import ImageRecord, Json, Message
 
 # A conversation after which an observation is rendered; it is cut off again after the reply's end token.

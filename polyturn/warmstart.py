@@ -18,16 +18,16 @@ from typing import cast
 import numpy as np
 import torch
 
-from polyturn import vision
 from polyturn.batching import collate, micro_batches
 from polyturn.envs.base import ToolSchema, load_object
 from polyturn.envs.demonstration import Demonstration
 from polyturn.learner.base import NonFiniteError
 from polyturn.learner.scoring import gradient_norm, score_batch
-from polyturn.logprobs import Scores
 from polyturn.memory import lowered_by
-from polyturn.model import Policy
 from polyturn.params import PhaseParams, WarmstartParams
+from polyturn.policy import vision
+from polyturn.policy.logprobs import Scores
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.samples import from_demonstration
 from polyturn.seeds import derive

@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from polyturn import checkout, environment, layout, workspace  # noqa: E402 - the checkout need not be installed
+from polyturn import environment, layout  # noqa: E402 - the checkout need not be installed
+from polyturn.pipeline import checkout, workspace  # noqa: E402 - the checkout need not be installed
 
 LEARNERS: dict[str, dict[str, object]] = {
     "fsdp": {"backend": "fsdp", "num_processes": 1, "tensor_parallel": 1},

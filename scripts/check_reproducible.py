@@ -20,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from polyturn import checkout, environment, layout, workspace  # noqa: E402 - the checkout need not be installed
+from polyturn import environment, layout  # noqa: E402 - the checkout need not be installed
+from polyturn.pipeline import checkout, workspace  # noqa: E402 - the checkout need not be installed
 
 STAGES = ("fetch", "images", "model", "warmstart", "train", "evaluate", "register")
 MAX_BEFORE, MIN_AFTER = 0.35, 0.70  # sampled accuracy on held-out problems

@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tasks.train  # noqa: E402, F401 - imported once here; every start is a fork
-from polyturn import environment, layout, params, workspace  # noqa: E402
+from polyturn import environment, layout, params  # noqa: E402
+from polyturn.pipeline import workspace  # noqa: E402
 from polyturn.tracking import store  # noqa: E402
 
 PHASES = ("rollout", "update", "evaluation", "checkpoint")

@@ -14,8 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from polyturn import checkout, environment, layout, params, trajectories, workspace  # noqa: E402 - see services.py
+from polyturn import environment, layout, params, trajectories  # noqa: E402 - see services.py
 from polyturn.params import Params  # noqa: E402
+from polyturn.pipeline import checkout, workspace  # noqa: E402 - see services.py
 from polyturn.types import Status  # noqa: E402
 
 NAME = "geo3k-smoke"

@@ -20,11 +20,13 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from polyturn import family, layout, lease, params, processes, tracking
-from polyturn.checkout import main_checkout
+from polyturn import layout, params, processes, tracking
 from polyturn.data.files import atomic_path
 from polyturn.interrupts import held_back
 from polyturn.params import Params
+from polyturn.pipeline import lease
+from polyturn.pipeline.checkout import main_checkout
+from polyturn.policy import family
 from polyturn.supported import check_supported
 from polyturn.tracking import lineage
 from tasks import failure, inputs

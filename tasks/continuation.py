@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from polyturn import checkpoint, layout, lease, tracking
+from polyturn import layout, tracking
 from polyturn.params import Params
+from polyturn.pipeline import lease
 from polyturn.tracking.run import attach_run
+from polyturn.training import checkpoint
 from tasks import training
 from tasks.context import StageContext
 from tasks.place import Place, snapshots_at

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from polyturn import data, evaluation_set, layout, model, results, trajectories
+from polyturn import data, layout, trajectories
 from polyturn.data.files import write_jsonl
 from polyturn.determinism import choose_kernels
-from polyturn.evaluate import (
+from polyturn.evaluation import evaluation_set, results
+from polyturn.evaluation.evaluate import (
     TRAINING_ENV,
     EvaluationPlan,
     evaluate,
@@ -23,15 +24,16 @@ from polyturn.evaluate import (
     problem_results,
     summarize,
 )
-from polyturn.metrics import trajectories_of
 from polyturn.params import Params
+from polyturn.policy import model
 from polyturn.progress import Progress
-from polyturn.recorder import records
 from polyturn.render import Renderer
 from polyturn.rollout import RolloutSettings
 from polyturn.runtime import set_up_torch, training_device
 from polyturn.sampler.base import Sampler
 from polyturn.seeds import derive
+from polyturn.training.metrics import trajectories_of
+from polyturn.training.recorder import records
 from polyturn.types import Group, Problem
 from tasks.context import StageContext, run_stage, write_json
 from tasks.samplers import SamplerPlace, open_sampler

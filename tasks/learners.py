@@ -10,8 +10,8 @@ import torch
 
 from polyturn.learner.base import Learner
 from polyturn.learner.fsdp import FsdpLearner
-from polyturn.model import Policy
 from polyturn.params import Params
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.world import ONE, World
 

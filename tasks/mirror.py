@@ -13,14 +13,15 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from polyturn import checkpoint, trajectories, trajectory_times
-from polyturn.candidates import version_path
-from polyturn.lease import LeaseError
-from polyturn.object_lease import ObjectLease
+from polyturn import trajectories, trajectory_times
 from polyturn.objects import ObjectsError
-from polyturn.recorder import PICTURES, TRAJECTORIES
-from polyturn.run_state import RunState
-from polyturn.snapshots import Snapshots
+from polyturn.pipeline.lease import LeaseError
+from polyturn.pipeline.object_lease import ObjectLease
+from polyturn.training import checkpoint
+from polyturn.training.candidates import version_path
+from polyturn.training.recorder import PICTURES, TRAJECTORIES
+from polyturn.training.run_state import RunState
+from polyturn.training.snapshots import Snapshots
 from tasks.training import CANDIDATES, CHECKPOINTS, JOURNAL
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,12 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
-from polyturn import data, layout, model, model_source, small_model
+from polyturn import data, layout
 from polyturn.corpus import corpus
 from polyturn.data.files import write_jsonl
 from polyturn.envs.base import load_object, prompt_tools
 from polyturn.params import Params
+from polyturn.policy import model, model_source, small_model
 from polyturn.render import Renderer, TemplateError
 from polyturn.runtime import set_up_torch
 from polyturn.seeds import derive

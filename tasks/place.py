@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from polyturn import directories, lease
-from polyturn.checkout import from_home, main_checkout
-from polyturn.object_lease import ObjectLease
+from polyturn import directories
 from polyturn.objects import Objects
 from polyturn.params import Params, TrainParams
-from polyturn.snapshots import Snapshots
-from polyturn.work_key import work_key
+from polyturn.pipeline import lease
+from polyturn.pipeline.checkout import from_home, main_checkout
+from polyturn.pipeline.object_lease import ObjectLease
+from polyturn.pipeline.work_key import work_key
+from polyturn.training.snapshots import Snapshots
 from tasks.context import StageContext
 from tasks.mirror import Mirror, newest_step
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from polyturn.doctor import StartReport
+    from polyturn.pipeline.doctor import StartReport
 
 logger = logging.getLogger(__name__)
 
-_DOCTOR = "polyturn.doctor"
+_DOCTOR = "polyturn.pipeline.doctor"
 
 
 class PreflightError(ValueError):
@@ -35,7 +35,7 @@ def check() -> None:
     """Run the checks of this checkout that take no model.
 
     Raises:
-        ParamsError: see `polyturn.doctor.site_of`.
+        ParamsError: see `polyturn.pipeline.doctor.site_of`.
         PreflightError: something is red.
         NoAnswerError: only servers are.
     """

@@ -23,12 +23,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from polyturn import layout, lease, params, processes, world
+from polyturn import layout, params, processes, world
 from polyturn.params import Params, TrainParams
 from polyturn.params.launch import RENDEZVOUS
+from polyturn.pipeline import lease
 from polyturn.processes import Process
-from polyturn.recorder import MetricsSink
 from polyturn.tracking.run import attach_run
+from polyturn.training.recorder import MetricsSink
 from polyturn.world import LostPeerError, RankError, RankInputError
 from tasks import failure, training
 from tasks.context import imports_are_done, log_to, signals_end_it, write_json
@@ -44,7 +45,7 @@ def run_ranks(chosen: Params, work: Path, run_id: str, *, node: int = 0) -> None
     """Train on learner.num_processes ranks; they log to the MLflow run `run_id`, and die with this process.
 
     Those of this host, the `node`th, are started here. In a gang (train.launcher) the agents of its hosts meet at the address that
-    `polyturn.launch` has put into the environment.
+    `polyturn.pipeline.launch` has put into the environment.
 
     Raises:
         ValueError: there are fewer GPUs than ranks, or train.launcher asks for a gang and this is none.

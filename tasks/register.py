@@ -11,13 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from polyturn import accepted, card_cli, evaluation_set, layout, results, tracking
+from polyturn import layout, tracking
+from polyturn.cli import card as card_cli
+from polyturn.evaluation import evaluation_set, results
+from polyturn.evaluation.statistics import Interval
 from polyturn.params import Params, load
 from polyturn.pictures import Pictures
+from polyturn.pipeline import accepted
 from polyturn.report.data import picture_directories, read_run
 from polyturn.report.page import choose
 from polyturn.report.write import write_report
-from polyturn.statistics import Interval
 from polyturn.tracking import (
     environment,
     evaluations,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyturn import model
-from polyturn.model import Policy
 from polyturn.params import Params
+from polyturn.policy import model
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.sampler.base import Sampler
 from polyturn.sampler.hf import HfSampler

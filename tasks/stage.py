@@ -20,12 +20,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 
-from polyturn import family, processes
-from polyturn.dvc_objects import is_locked
-from polyturn.lease import LeaseError
+from polyturn import processes
 from polyturn.params import ParamsError
+from polyturn.pipeline.dvc_objects import is_locked
+from polyturn.pipeline.lease import LeaseError
+from polyturn.pipeline.workspace import WorkspaceError
+from polyturn.policy import family
 from polyturn.progress import parse_line
-from polyturn.workspace import WorkspaceError
 from tasks.console import Console
 from tasks.context import SUPERVISOR, status_file
 from tasks.failure import FAILURE, Outcome

@@ -7,13 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
-from polyturn import layout, model, stop_request
+from polyturn import layout
 from polyturn.params import Params
 from polyturn.pictures import Pictures
-from polyturn.recorder import PICTURES
+from polyturn.policy import model
 from polyturn.replayable import is_replayable
 from polyturn.tracking import stop_tag
 from polyturn.tracking.gallery import log_step_files
+from polyturn.training import stop_request
+from polyturn.training.recorder import PICTURES
 from polyturn.trajectory_times import times_directory
 from tasks import continuation, preflight, ranks, training
 from tasks.context import PARENT_RUN, StageContext, run_stage, write_json

@@ -12,26 +12,28 @@ from pathlib import Path
 
 import torch
 
-from polyturn import data, grpo, layout, model, stop_request
-from polyturn.candidates import Candidates, version_path
-from polyturn.checkpoint_writer import CheckpointWriter
-from polyturn.debug import NoSampler
+from polyturn import data, grpo, layout
 from polyturn.determinism import choose_kernels
 from polyturn.grpo import TrainingOutcome
-from polyturn.journal import Journal
-from polyturn.metrics import curve_csv
-from polyturn.model import DTYPES, Policy
 from polyturn.params import Params
-from polyturn.parts import Parts
 from polyturn.pictures import Pictures
+from polyturn.policy import model
+from polyturn.policy.model import DTYPES, Policy
 from polyturn.progress import Progress
-from polyturn.recorder import PICTURES, TRAJECTORIES, MetricsSink, Recorder
 from polyturn.render import Renderer
-from polyturn.run_state import Best
 from polyturn.runtime import set_up_torch, training_device
-from polyturn.stop_rules import Stopped
 from polyturn.tracking.gallery import Gallery
 from polyturn.tracking.run import Run
+from polyturn.training import stop_request
+from polyturn.training.candidates import Candidates, version_path
+from polyturn.training.checkpoint_writer import CheckpointWriter
+from polyturn.training.debug import NoSampler
+from polyturn.training.journal import Journal
+from polyturn.training.metrics import curve_csv
+from polyturn.training.parts import Parts
+from polyturn.training.recorder import PICTURES, TRAJECTORIES, MetricsSink, Recorder
+from polyturn.training.run_state import Best
+from polyturn.training.stop_rules import Stopped
 from polyturn.trajectories import TrajectoryEntry
 from polyturn.types import Problem
 from polyturn.world import ONE, World

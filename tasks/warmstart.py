@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from polyturn import data, layout, model
+from polyturn import data, layout
 from polyturn.determinism import choose_kernels
 from polyturn.envs.base import load_object, prompt_tools
 from polyturn.params import Params
+from polyturn.policy import model
 from polyturn.progress import Progress
 from polyturn.render import Renderer
 from polyturn.runtime import set_up_torch, training_device

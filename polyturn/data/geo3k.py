@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from polyturn.checkout import from_checkout
 from polyturn.data.s3 import ObjectStore, parent_uri
 from polyturn.params import DataParams, ImagesParams, ParamsError
+from polyturn.pipeline.checkout import from_checkout
 
 SPLIT_NAMES = {
     "train": ("train", "training"),

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
-from polyturn.checkout import from_checkout
 from polyturn.data.geo3k import open_geo3k
 from polyturn.data.synthetic import SyntheticSource
 from polyturn.envs.base import load_object
 from polyturn.params import DataParams, ImagesParams, ParamsError
+from polyturn.pipeline.checkout import from_checkout
 
 SPLITS = ("train", "validation", "test")
 

@@ -24,8 +24,8 @@ from polyturn.learner.placement import Placement
 from polyturn.learner.scorer import Reference, frozen_copy
 from polyturn.learner.shares import Splitter, mean_gap
 from polyturn.learner.state import LearnerState
-from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.seeds import derive
 from polyturn.types import TrainingSample

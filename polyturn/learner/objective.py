@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from polyturn.learner.scoring import trained
-from polyturn.logprobs import Scores
 from polyturn.loss import LossInputs, LossTerms, policy_loss
 from polyturn.params import LossParams
+from polyturn.policy.logprobs import Scores
 from polyturn.types import Batch
 
 

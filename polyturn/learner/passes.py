@@ -18,10 +18,10 @@ from torch import Tensor
 from polyturn.learner.base import Logprobs, NonFiniteError, UpdateStats
 from polyturn.learner.objective import loss_terms
 from polyturn.learner.shares import Share, Splitter, has_pictures, is_scored, spread
-from polyturn.logprobs import Scores
 from polyturn.loss import MetricSums, merged, token_weights
 from polyturn.memory import lowered_by
 from polyturn.params import LearnerParams, LossParams
+from polyturn.policy.logprobs import Scores
 from polyturn.types import Batch, TrainingSample
 from polyturn.world import World
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from polyturn import fused
 from polyturn.learner import lora, sharding
 from polyturn.learner.scorer import Scorer
-from polyturn.logprobs import HowToScore
-from polyturn.model import Policy
 from polyturn.params import LearnerParams
-from polyturn.vision import TowerInTraining
+from polyturn.policy import fused
+from polyturn.policy.logprobs import HowToScore
+from polyturn.policy.model import Policy
+from polyturn.policy.vision import TowerInTraining
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from polyturn import vision
 from polyturn.learner import lora, sharding
 from polyturn.learner.scoring import score_batch
-from polyturn.logprobs import HowToScore, Scores
-from polyturn.model import Policy
+from polyturn.policy import vision
+from polyturn.policy.logprobs import HowToScore, Scores
+from polyturn.policy.model import Policy
 from polyturn.types import Batch
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from polyturn.forward import packed_states
-from polyturn.logprobs import EAGER, HowToScore, Scores, score
-from polyturn.model import Policy
+from polyturn.policy.forward import packed_states
+from polyturn.policy.logprobs import EAGER, HowToScore, Scores, score
+from polyturn.policy.model import Policy
+from polyturn.policy.vision import Features
 from polyturn.types import Batch
-from polyturn.vision import Features
 
 
 def trained(batch: Batch, values: Tensor) -> Tensor:

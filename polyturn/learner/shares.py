@@ -13,12 +13,12 @@ from torch import Tensor
 from polyturn.balance import partition
 from polyturn.batching import collate, loads
 from polyturn.learner.base import Logprobs
-from polyturn.model import Policy
 from polyturn.params import LearnerParams
+from polyturn.policy.model import Policy
+from polyturn.policy.transfer import to_device
+from polyturn.policy.vision import patch_cost
 from polyturn.render import Renderer
-from polyturn.transfer import to_device
 from polyturn.types import Batch, TrainingSample
-from polyturn.vision import patch_cost
 from polyturn.world import World
 
 

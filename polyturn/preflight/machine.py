@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyturn import layout
-from polyturn.checkout import from_checkout, main_checkout
 from polyturn.params import Params
+from polyturn.pipeline.checkout import from_checkout, main_checkout
 from polyturn.preflight.finding import Finding, Site
 from polyturn.preflight.versions import has_cuda_build
 

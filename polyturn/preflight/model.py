@@ -14,8 +14,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from polyturn import layout
-from polyturn.checkout import from_checkout
 from polyturn.data.files import read_jsonl
+from polyturn.pipeline.checkout import from_checkout
 from polyturn.preflight.finding import Finding, Site
 from polyturn.reward import is_gradable
 
@@ -177,7 +177,8 @@ def blind_model(site: Site) -> Finding:
     # Torch is loaded by this check alone: the others answer at once.
     import torch  # noqa: PLC0415
 
-    from polyturn import blind, data, model  # noqa: PLC0415
+    from polyturn import blind, data  # noqa: PLC0415
+    from polyturn.policy import model  # noqa: PLC0415
     from polyturn.render import Renderer  # noqa: PLC0415
     from polyturn.rollout import RolloutSettings  # noqa: PLC0415
     from polyturn.runtime import training_device  # noqa: PLC0415

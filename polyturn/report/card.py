@@ -11,7 +11,8 @@ from typing import cast
 
 from markupsafe import Markup
 
-from polyturn import flops, layout
+from polyturn import layout
+from polyturn.policy import flops
 from polyturn.report.charts import short
 from polyturn.report.data import RunData
 from polyturn.report.details import Fact, duration, percent, score_table, versions_of

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from polyturn import compare_text
-from polyturn.compare import Comparison, Pair, Scored
+from polyturn.evaluation import compare_text
+from polyturn.evaluation.compare import Comparison, Pair, Scored
+from polyturn.evaluation.results import SCORE, ProblemResult
 from polyturn.pictures import Pictures
 from polyturn.report.charts import Bar, Line, bar_chart, line_chart
 from polyturn.report.differences import Difference, difference_chart
 from polyturn.report.trajectories import TEMPLATES
 from polyturn.report.write import write_page
-from polyturn.results import SCORE, ProblemResult
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
+from polyturn.evaluation.statistics import Interval
 from polyturn.report.charts import short, ticks
-from polyturn.statistics import Interval
 
 _CHARACTER = 7  # pixels across, of a row's label
 _ROW, _TOP, _FOOT, _RIGHT = 38, 8, 26, 190

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from polyturn.evaluation.statistics import paired_difference
 from polyturn.report.charts import Bar, Line, Numbers, bar_chart, line_chart, short
 from polyturn.report.data import MODES, POLICIES, DataCounts, RunData, Scores
 from polyturn.report.details import (
@@ -27,7 +28,6 @@ from polyturn.report.details import (
 )
 from polyturn.report.sheets import Sheets, read_sheets
 from polyturn.report.trajectories import Shown, TokenReader, show, verdict
-from polyturn.statistics import paired_difference
 from polyturn.trajectories import TrajectoryEntry
 
 _SMALL: Sequence[tuple[str, Mapping[str, str]]] = (  # title, column of train_curve.csv -> label

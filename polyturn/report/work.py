@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from polyturn import flops
-from polyturn.flops import Work
 from polyturn.params import Params
+from polyturn.policy import flops
+from polyturn.policy.flops import Work
 
 History = Mapping[str, Mapping[int, float]]  # metric -> step -> value
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyturn import vision
-from polyturn.forward import hidden_states, token_distribution
-from polyturn.model import Policy
-from polyturn.positions import mrope_positions
+from polyturn.policy import vision
+from polyturn.policy.forward import hidden_states, token_distribution
+from polyturn.policy.model import Policy
+from polyturn.policy.positions import mrope_positions
 from polyturn.render import Renderer
 from polyturn.sampler.base import Reply, SampleRequest
 from polyturn.sampler.drafts import Drafts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyturn.compare import Scored
+from polyturn.evaluation.compare import Scored
 from polyturn.tracking.run import Run
 from polyturn.tracking.store import Store
 

@@ -10,10 +10,11 @@ from tempfile import TemporaryDirectory
 
 from mlflow.exceptions import MlflowException
 
-from polyturn import layout, results
+from polyturn import layout
 from polyturn.data.files import publish
+from polyturn.evaluation import results
+from polyturn.evaluation.results import ProblemResult
 from polyturn.pictures import Pictures
-from polyturn.results import ProblemResult
 from polyturn.tracking.run import Run
 from polyturn.tracking.store import Store, TrackingError, first_line
 

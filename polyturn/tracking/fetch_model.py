@@ -11,8 +11,8 @@ import mlflow
 from mlflow.artifacts import download_artifacts
 from mlflow.exceptions import MlflowException
 
-from polyturn import dvc_objects
 from polyturn.params import Params
+from polyturn.pipeline import dvc_objects
 from polyturn.tracking import flavour, versions
 from polyturn.tracking.delivery import speaking
 from polyturn.tracking.lineage import directory_digest, listed_digest

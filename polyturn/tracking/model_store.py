@@ -15,7 +15,7 @@ from mlflow.entities import LoggedModelStatus
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
-from polyturn.dvc_objects import DvcError, ObjectCache
+from polyturn.pipeline.dvc_objects import DvcError, ObjectCache
 from polyturn.tracking import flavour
 from polyturn.tracking.delivery import is_away
 from polyturn.tracking.lineage import listed_digest

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from mlflow.exceptions import MlflowException
 from pydantic import TypeAdapter, ValidationError
 
-from polyturn import compare
-from polyturn.compare import Comparison, OtherSetError, Scored
+from polyturn.evaluation import compare
+from polyturn.evaluation.compare import Comparison, OtherSetError, Scored
 from polyturn.login import user
 from polyturn.tracking import comparisons, versions
 from polyturn.tracking.store import Store, TrackingError, first_line

@@ -12,8 +12,8 @@ from pathlib import Path
 from mlflow.entities import Dataset, DatasetInput, LoggedModelInput, Metric
 from mlflow.exceptions import MlflowException
 
+from polyturn.evaluation.statistics import Interval
 from polyturn.params import RegistryParams
-from polyturn.statistics import Interval
 from polyturn.tracking import comparisons, credentials, promotion, versions
 from polyturn.tracking.delivery import is_conflict, speaking
 from polyturn.tracking.evaluations import RUN_TAG, SET_TAG

@@ -10,12 +10,12 @@ from mlflow.entities import Run as MlflowRun
 from mlflow.entities import RunTag
 from mlflow.exceptions import MlflowException
 
-from polyturn import stop_request
 from polyturn.login import user
 from polyturn.params import TrackingParams
-from polyturn.stop_request import NoRunError
 from polyturn.tracking.run import Run
 from polyturn.tracking.store import Store, TrackingError, connect
+from polyturn.training import stop_request
+from polyturn.training.stop_request import NoRunError
 
 logger = logging.getLogger(__name__)
 

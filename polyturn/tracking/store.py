@@ -23,8 +23,8 @@ from requests import Response
 from sqlalchemy.exc import SQLAlchemyError
 
 from polyturn import layout
-from polyturn.checkout import from_home, main_checkout
 from polyturn.params import TrackingParams
+from polyturn.pipeline.checkout import from_home, main_checkout
 from polyturn.tracking import relocate, s3
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from polyturn import dvc_objects
 from polyturn.params import Params
+from polyturn.pipeline import dvc_objects
 from polyturn.tracking.delivery import speaking
 from polyturn.tracking.evaluations import RUN_TAG
 from polyturn.tracking.model_store import DVC_TAG, EXTERNAL_TAG

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
 
-from polyturn.compare import Scored
+from polyturn.evaluation.compare import Scored
 from polyturn.tracking import evaluations, histories
 from polyturn.tracking.evaluations import RUN_TAG, SET_TAG, TRAINED_BY_TAG
 from polyturn.tracking.store import Store, TrackingError, first_line

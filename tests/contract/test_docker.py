@@ -15,7 +15,7 @@ import pytest
 import yaml
 from prefect.utilities.templating import find_placeholders
 
-from polyturn.cli import build_parser
+from polyturn.cli.commands import build_parser
 
 BIN = Path(sys.executable).parent
 Compose = Mapping[str, Any]

@@ -21,7 +21,7 @@ def test_layers_hold(root: Path) -> None:
     [
         ("polyturn.params", ("torch", "PIL", "mlflow", "transformers")),
         ("polyturn.types", ("torch", "PIL", "mlflow", "transformers")),
-        ("polyturn.cli", ("torch", "mlflow", "numpy", "pydantic")),
+        ("polyturn.cli.commands", ("torch", "mlflow", "numpy", "pydantic")),
         ("tasks.context", ("torch", "prefect", "dvc", "mlflow")),
         ("flows.pipeline", ("torch",)),
     ],

@@ -13,8 +13,8 @@ import yaml
 
 from flows import graph
 from polyturn import layout
-from polyturn.metrics import curve_csv
 from polyturn.params import Params
+from polyturn.training.metrics import curve_csv
 from scripts import sync_dvc_deps
 
 STAGES = ("fetch", "images", "model", "warmstart", "train", "evaluate", "register")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyturn import workspace
+from polyturn.pipeline import workspace
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = {

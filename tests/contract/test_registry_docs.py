@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flows import alias_webhook
-from polyturn import cli
+from polyturn.cli import commands as cli
 from polyturn.params import Params
 from polyturn.tracking import credentials
 

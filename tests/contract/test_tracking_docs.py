@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from polyturn import cli
+from polyturn.cli import commands as cli
 from polyturn.params import Params
 
 ROOT = Path(__file__).resolve().parents[2]

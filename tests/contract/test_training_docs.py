@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from polyturn import cli
+from polyturn.cli import commands as cli
 from polyturn.envs.base import load_object
 from polyturn.params import parse
 from polyturn.params.train import DebugParams, DynamicSamplingParams, StopParams, TrainParams
@@ -56,7 +56,9 @@ def test_defaults_that_the_page_states_are_those_of_the_code() -> None:
 
 
 def test_the_metrics_exist() -> None:
-    source = "".join((ROOT / "polyturn" / name).read_text() for name in ("collect.py", "checks.py"))
+    source = "".join(
+        (ROOT / "polyturn/training" / name).read_text() for name in ("collect.py", "checks.py")
+    )
     for name in ("train/logprob_gap_alarm", "rollout/dynamic_filter"):
         assert name in PAGE
         assert name in source

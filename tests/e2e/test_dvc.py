@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyturn import layout, workspace
-from polyturn.bootstrap import bootstrap
+from polyturn import layout
+from polyturn.pipeline import workspace
+from polyturn.pipeline.bootstrap import bootstrap
 from tests import s3
 from tests.toy_project import ToyProject, wait_until
 

@@ -25,7 +25,7 @@ from prefect.tasks import Task
 from flows import evaluate, graph, publish
 from flows.stage import run_elsewhere
 from polyturn import processes
-from polyturn.workspace import WorkspaceError
+from polyturn.pipeline.workspace import WorkspaceError
 from tasks.stage import run_dvc_stage
 from tests.toy_project import ToyProject, wait_until
 

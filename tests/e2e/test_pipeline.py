@@ -13,8 +13,9 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from polyturn import layout, workspace
+from polyturn import layout
 from polyturn.params_tree import merge
+from polyturn.pipeline import workspace
 from tests.toy_project import ToyProject, wait_until
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,8 @@ from botocore.client import BaseClient
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
-from polyturn import layout, workspace
+from polyturn import layout
+from polyturn.pipeline import workspace
 from tests import s3
 from tests.toy_project import ToyProject, wait_until
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 
-from polyturn import layout, processes, workspace
+from polyturn import layout, processes
+from polyturn.pipeline import workspace
 from polyturn.processes import Process
 from tests.e2e_team import services
 from tests.e2e_team.services import BUCKET, S3, Postgres, Service

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyturn import layout, workspace
+from polyturn import layout
+from polyturn.pipeline import workspace
 from scripts import work_pools
 from tests.e2e_team import team as teams
 from tests.e2e_team.conftest import Inbox

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from polyturn.model import Policy
+from polyturn.policy.model import Policy
 from tests.gpu import medium_model
 
 

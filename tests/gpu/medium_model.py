@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from polyturn.model import Policy
 from polyturn.params import SmallModelParams
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.types import TrainingSample
 from tests.unit import tiny

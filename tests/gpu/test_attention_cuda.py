@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyturn import vision
-from polyturn.attention import Packing, _padded, _varlen
 from polyturn.batching import collate
 from polyturn.learner.scoring import score_batch
-from polyturn.logprobs import HowToScore
-from polyturn.model import Policy
+from polyturn.policy import vision
+from polyturn.policy.attention import Packing, _padded, _varlen
+from polyturn.policy.logprobs import HowToScore
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.types import Span, TrainingSample
 from tests.unit import tiny

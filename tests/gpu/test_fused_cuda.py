@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyturn.fused import fused_scores
-from polyturn.logprobs import _Score
+from polyturn.policy.fused import fused_scores
+from polyturn.policy.logprobs import _Score
 from polyturn.render import Renderer
 from tests.unit import tiny
 from tests.unit.learner.scenarios import gradients, learner_of, samples, update

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn import attention
-from polyturn.model import Policy
+from polyturn.policy import attention
+from polyturn.policy.model import Policy
 from polyturn.world import ONE, World
 from tests.gpu.medium_model import assert_recomputation_saves_memory, direction, long_samples
 from tests.unit import ranks, tiny

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyturn.model import Policy
+from polyturn.policy.model import Policy
 from polyturn.world import World
 from tests.gpu.medium_model import (
     assert_recomputation_saves_memory,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn.model import Policy
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from tests.unit import tiny
 from tests.unit.sampler.test_hf import converse, group, make

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn import model, small_model
 from polyturn.corpus import corpus
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.params import Params, parse
+from polyturn.policy import model, small_model
 from polyturn.render import Renderer
 from polyturn.sampler.base import Reply, SampleRequest
 from polyturn.sampler.sglang.build import Site, sglang_sampler

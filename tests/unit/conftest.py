@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from polyturn.model import Policy
+    from polyturn.policy.model import Policy
     from polyturn.render import Renderer
 
 # torch and transformers take seconds to import: only tests that use a policy pay for them.

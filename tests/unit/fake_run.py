@@ -20,10 +20,10 @@ from polyturn.data.files import write_jsonl
 from polyturn.data.synthetic import draw_figure, figure_rng
 from polyturn.envs.base import image_record
 from polyturn.envs.zoom import REGIONS, build_env, tool_call
+from polyturn.evaluation.results import RESULTS, ProblemResult, to_row
+from polyturn.evaluation.statistics import bootstrap_interval
 from polyturn.params import SyntheticParams
-from polyturn.recorder import records
-from polyturn.results import RESULTS, ProblemResult, to_row
-from polyturn.statistics import bootstrap_interval
+from polyturn.training.recorder import records
 from polyturn.types import Group, Message, Problem, StopReason, Trajectory, Turn
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")

@@ -11,21 +11,22 @@ from pathlib import Path
 
 import torch
 
-from polyturn import grpo, model
-from polyturn.candidates import Candidates
-from polyturn.checkpoint_writer import CheckpointWriter
+from polyturn import grpo
 from polyturn.envs.demonstration import Demonstration, Say
 from polyturn.grpo import TrainingOutcome
 from polyturn.learner.fsdp import FsdpLearner
-from polyturn.model import Policy
 from polyturn.params import Params, PhaseParams, WarmstartParams
-from polyturn.parts import Parts, never
+from polyturn.policy import model
+from polyturn.policy.model import Policy
 from polyturn.progress import Progress
-from polyturn.recorder import Recorder
 from polyturn.render import Renderer
-from polyturn.run_state import Best
 from polyturn.sampler.base import Sampler
 from polyturn.sampler.hf import HfSampler
+from polyturn.training.candidates import Candidates
+from polyturn.training.checkpoint_writer import CheckpointWriter
+from polyturn.training.parts import Parts, never
+from polyturn.training.recorder import Recorder
+from polyturn.training.run_state import Best
 from polyturn.types import Problem, Trajectory
 from polyturn.warmstart import ExampleSource, warm_start
 from polyturn.world import ONE, World

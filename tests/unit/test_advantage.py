@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from polyturn.advantage import Outcome, advantages, advantages_of, are_equal, group_advantages
 from polyturn.params import LossParams
 from polyturn.types import Group, StopReason
-from tests.unit.test_evaluate import trajectory
+from tests.unit.evaluation.test_evaluate import trajectory
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 CENTRED = LossParams(normalize_std=False)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn.attention import Packing
 from polyturn.batching import collate, loads, micro_batches, prompt_of
 from polyturn.learner.scoring import trained
-from polyturn.positions import mrope_positions
+from polyturn.policy.attention import Packing
+from polyturn.policy.positions import mrope_positions
 from polyturn.render import Renderer
 from polyturn.types import Batch, Message, Span, TrainingSample
 from tests.unit import tiny

@@ -12,8 +12,8 @@ from PIL import Image
 from polyturn import blind
 from polyturn.blind import BlindModelError, BlindReport, change
 from polyturn.envs.base import image_record
-from polyturn.model import Policy
 from polyturn.params import EnvParams, RolloutParams
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.rollout import RolloutSettings
 from polyturn.sampler.base import Reply, Sampler, SampleRequest

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyturn import card_cli, cli, layout
+from polyturn import layout
+from polyturn.cli import card as card_cli
+from polyturn.cli import commands as cli
 from polyturn.params import Params
 from polyturn.report.card import TrainingRun, build_card, markdown, write_card
 from polyturn.report.data import read_run
 from polyturn.report.work import Machine, phases
 from tests.unit.fake_run import make_run
-from tests.unit.test_flops import CONFIG
+from tests.unit.policy.test_flops import CONFIG
 
 HISTORY = {
     "perf/rollout_time": {0: 6.0, 1: 2.0},

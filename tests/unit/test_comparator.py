@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from polyturn.comparator import ComparisonError, Prompt, compare
 from polyturn.envs.base import Observation
 from polyturn.envs.zoom import TOOLS
-from polyturn.model import Policy
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer, TemplateError
 from polyturn.types import ImageRecord, Message, Problem, Trajectory
 from tests.unit import templates, tiny

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polyturn import grpo, model, trajectories
+from polyturn import grpo, trajectories
 from polyturn.learner.base import UpdateStats
-from polyturn.model import Policy
 from polyturn.params import Params, ParamsError, parse
+from polyturn.policy import model
+from polyturn.policy.model import Policy
 from polyturn.types import TrainingSample
 from tests.unit.loop import (
     Run,

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from polyturn.envs.base import Observation
 from polyturn.envs.zoom import TOOLS
 from polyturn.episode import Episode, EpisodeSettings
-from polyturn.model import Policy
 from polyturn.params import EnvParams, RolloutParams
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.sampler.base import FinishReason
 from polyturn.types import ImageRecord, Message, Problem, Status, StopReason, Trajectory

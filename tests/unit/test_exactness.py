@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyturn import vision
 from polyturn.batching import collate
 from polyturn.learner.scoring import score_batch
-from polyturn.metrics import trajectories_of
-from polyturn.model import Policy
 from polyturn.params import EnvParams, RolloutParams
+from polyturn.policy import vision
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.hf import HfSampler
 from polyturn.samples import from_trajectory
+from polyturn.training.metrics import trajectories_of
 from polyturn.types import Trajectory
 from tests.unit import tiny
 from tests.unit.sampler.test_hf import steered

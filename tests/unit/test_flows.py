@@ -22,9 +22,10 @@ from flows import artifacts, automations, graph, options, pipeline, place, summa
 from flows.evaluate import EvaluationRequest
 from flows.options import StageOptions, StagesError
 from flows.stage import Handover, StageJob
-from polyturn import cli, workspace
-from polyturn.plan import Plan, StagePlan
-from polyturn.plan_reasons import Reason
+from polyturn.cli import commands as cli
+from polyturn.pipeline import workspace
+from polyturn.pipeline.plan import Plan, StagePlan
+from polyturn.pipeline.plan_reasons import Reason
 from scripts import work_pools
 from tasks.stage import Result, StageReport
 

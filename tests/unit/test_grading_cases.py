@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from polyturn.cli.grading import main, read_cases
 from polyturn.grading import numbers, reals
-from polyturn.grading_cli import main, read_cases
 from polyturn.reward import answers_match, grade, parse_reference
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"

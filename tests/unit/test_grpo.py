@@ -11,17 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polyturn import grpo, model, run_state, trajectories
-from polyturn.checkpoint import CheckpointError
-from polyturn.checks import TrainingError
+from polyturn import grpo, trajectories
 from polyturn.learner.base import UpdateStats
-from polyturn.metrics import curve_csv
-from polyturn.model import Policy
 from polyturn.params import Params
+from polyturn.policy import model
+from polyturn.policy.model import Policy
 from polyturn.rollout import FailureBudgetError
-from polyturn.schedule import lr_scale
+from polyturn.training import run_state
+from polyturn.training.checkpoint import CheckpointError
+from polyturn.training.checks import TrainingError
+from polyturn.training.metrics import curve_csv
+from polyturn.training.schedule import lr_scale
+from polyturn.training.updates import run_updates
 from polyturn.types import TrainingSample
-from polyturn.updates import run_updates
 from tests.unit import tiny
 from tests.unit.loop import (
     TRAIN,

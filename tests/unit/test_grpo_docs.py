@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from polyturn.learner.base import UpdateStats
 from polyturn.loss import policy_loss
-from polyturn.metrics import update_metrics
 from polyturn.params import LossParams, Params
 from polyturn.params.reward import OverlongParams
+from polyturn.training.metrics import update_metrics
 from tests.unit.loss_cases import inputs_of, padded
 
 KEY = re.compile(r"`((?:loss|reward|rollout|learner|train)(?:\.[a-z_]+)+)[`:]")

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polyturn.checks import TrainingError, check_updates
 from polyturn.learner.base import UpdateStats
 from polyturn.loss import policy_loss
 from polyturn.loss.checks import (
@@ -18,6 +17,7 @@ from polyturn.loss.checks import (
     check_initial_kl,
 )
 from polyturn.params import LossParams, Params, parse
+from polyturn.training.checks import TrainingError, check_updates
 from tests.unit.loss_cases import inputs_of, padded
 
 KL = LossParams(kl_coef=0.1)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from polyturn import params as params_module
-from polyturn.checks import TrainingError
 from polyturn.params import Params
+from polyturn.training.checks import TrainingError
 from tests.unit.loop import Run, loop_params, taught_policy
 
 EVERYTHING = {

@@ -10,12 +10,12 @@ from uuid import uuid4
 
 import pytest
 
-from polyturn import checkpoint
-from polyturn.lease import LeaseError
-from polyturn.object_lease import ObjectLease
 from polyturn.objects import Objects, UnreachableError
-from polyturn.run_state import Best, RunState
-from polyturn.snapshots import Snapshots
+from polyturn.pipeline.lease import LeaseError
+from polyturn.pipeline.object_lease import ObjectLease
+from polyturn.training import checkpoint
+from polyturn.training.run_state import Best, RunState
+from polyturn.training.snapshots import Snapshots
 from tasks.mirror import Mirror, newest_step
 from tests import s3
 from tests.toy_project import wait_until

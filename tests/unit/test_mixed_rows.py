@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from polyturn.learner.fsdp import FsdpLearner
-from polyturn.model import Policy
 from polyturn.params import EnvParams
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.hf import HfSampler

@@ -15,11 +15,12 @@ from uuid import uuid4
 
 import pytest
 
-from polyturn import object_lease, processes
-from polyturn.lease import LeaseError
-from polyturn.object_lease import Holder, ObjectLease
+from polyturn import processes
 from polyturn.objects import ChangedError, Objects, ObjectsError, UnreachableError
-from polyturn.snapshots import Snapshots
+from polyturn.pipeline import object_lease
+from polyturn.pipeline.lease import LeaseError
+from polyturn.pipeline.object_lease import Holder, ObjectLease
+from polyturn.training.snapshots import Snapshots
 from tests import s3
 
 

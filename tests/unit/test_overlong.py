@@ -11,7 +11,7 @@ import pytest
 from polyturn.overlong import overlong_penalty
 from polyturn.params import RewardParams
 from polyturn.reward import score
-from tests.unit.test_evaluate import trajectory
+from tests.unit.evaluation.test_evaluate import trajectory
 
 
 def test_the_papers_lengths() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from polyturn import layout, trajectories, view
+from polyturn import layout, trajectories
+from polyturn.cli import view
 from polyturn.report.write import write_report
 from tests.unit.browser import dom, needs_browser, screenshot
 from tests.unit.fake_run import STEPS, make_run

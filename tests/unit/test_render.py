@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polyturn.data import fit
 from polyturn.envs.zoom import TOOLS
-from polyturn.model import Policy
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer, TemplateError
 from polyturn.types import Message, Problem
 from tests.unit import templates, tiny
@@ -128,7 +128,7 @@ def test_a_prompt_that_does_not_fit_is_set_aside_whole(renderer: Renderer) -> No
 
 
 def test_grid_is_what_the_processor_makes_of_a_picture(policy: Policy, renderer: Renderer) -> None:
-    from polyturn.vision import PatchReader  # noqa: PLC0415
+    from polyturn.policy.vision import PatchReader  # noqa: PLC0415
 
     reader = PatchReader(policy)
     for width, height in ((16, 16), (48, 16), (256, 256), (100, 37), (17, 300), (5, 9)):

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyturn import model
-from polyturn.checkpoint_writer import CheckpointWriter
 from polyturn.learner.base import UpdateStats
 from polyturn.learner.fsdp import FsdpLearner
-from polyturn.model import Policy
 from polyturn.params import LearnerParams
+from polyturn.policy import model
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
-from polyturn.schedule import draw_problems, lr_scale
+from polyturn.training.checkpoint_writer import CheckpointWriter
+from polyturn.training.schedule import draw_problems, lr_scale
 from tests.unit import tiny
 
 PARAMS = tiny.params(

@@ -15,7 +15,6 @@ from polyturn.advantage import group_advantages
 from polyturn.comparator import ComparisonError
 from polyturn.envs.base import Observation
 from polyturn.episode import Episode
-from polyturn.metrics import rollout_metrics
 from polyturn.params import EnvParams, RolloutParams
 from polyturn.render import Rendered, Renderer
 from polyturn.rollout import (
@@ -28,6 +27,7 @@ from polyturn.rollout import (
 )
 from polyturn.sampler.base import Sampler, SampleRequest
 from polyturn.samples import with_gradient
+from polyturn.training.metrics import rollout_metrics
 from polyturn.types import Group, Message, Status, StopReason
 from tests.unit import tiny
 from tests.unit.tiny import Scripted, ScriptedSampler

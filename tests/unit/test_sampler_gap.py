@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from polyturn import trajectories
-from polyturn.checks import TrainingError, check_gap
-from polyturn.model import Policy
 from polyturn.params import Params, TrainParams
+from polyturn.policy.model import Policy
+from polyturn.training.checks import TrainingError, check_gap
 from tests.unit import tiny
 from tests.unit.loop import (
     Run,

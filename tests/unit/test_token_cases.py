@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from polyturn.learner.fsdp import FsdpLearner
-from polyturn.metrics import rollout_metrics
-from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
-from polyturn.positions import mrope_positions
+from polyturn.policy.model import Policy
+from polyturn.policy.positions import mrope_positions
 from polyturn.render import Rendered, Renderer
 from polyturn.sampler.base import Reply
 from polyturn.samples import with_gradient
 from polyturn.stream import TokenStream
+from polyturn.training.metrics import rollout_metrics
 from polyturn.types import Group, TokenCounts, TrainingSample
 from tests.unit import tiny
-from tests.unit.test_turn_metrics import trajectory
+from tests.unit.training.test_turn_metrics import trajectory
 
 TESTS = Path(__file__).parent
 CASES = TESTS.parent.parent.parent / "shared" / "cases" / "e_tokens.jsonl"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from polyturn import warmstart
 from polyturn.envs.demonstration import Demonstration, Say
 from polyturn.learner.base import NonFiniteError
-from polyturn.model import Policy, weights_digest
 from polyturn.params import PhaseParams, WarmstartParams
+from polyturn.policy.model import Policy, weights_digest
 from polyturn.render import Renderer
 from polyturn.samples import from_demonstration
 from polyturn.types import Message, Problem, TrainingSample
@@ -155,9 +155,9 @@ def test_loss_is_the_mean_over_trained_tokens_and_answers_the_last_reply(policy:
 
 @torch.no_grad()
 def logprobs(policy: Policy, sample: TrainingSample) -> list[float]:
-    from polyturn import vision  # noqa: PLC0415
     from polyturn.batching import collate  # noqa: PLC0415
     from polyturn.learner.scoring import score_batch  # noqa: PLC0415
+    from polyturn.policy import vision  # noqa: PLC0415
 
     batch = collate([sample], [1.0], Renderer(policy))
     encoded = vision.encode(policy, vision.PatchReader(policy), batch.images)

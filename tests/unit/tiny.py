@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from polyturn import model, small_model
 from polyturn.corpus import corpus
 from polyturn.data.synthetic import draw_figure, figure_rng
 from polyturn.envs.base import image_record
 from polyturn.params import Params, SmallModelParams, SyntheticParams, parse
-from polyturn.processor import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START
+from polyturn.policy import model, small_model
+from polyturn.policy.processor import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START
 from polyturn.render import Renderer
 from polyturn.sampler.base import FinishReason, Reply, SampleRequest
 from polyturn.types import ImageRecord, Message, Problem, TrainingSample

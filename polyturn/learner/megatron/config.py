@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from polyturn.learner.megatron.versions import MegatronError
-from polyturn.model import DTYPES
 from polyturn.params import LearnerParams
+from polyturn.policy.model import DTYPES
 
 
 @dataclass(frozen=True)

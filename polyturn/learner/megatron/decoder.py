@@ -26,10 +26,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polyturn import fused
-from polyturn.attention import Packing
 from polyturn.learner.megatron.config import DecoderFacts, rotary_angles
 from polyturn.learner.megatron.modules import block_spec
+from polyturn.policy import fused
+from polyturn.policy.attention import Packing
 from polyturn.types import Batch, Span
 
 

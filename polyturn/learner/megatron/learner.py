@@ -26,8 +26,8 @@ from polyturn.learner.megatron.weights import hf_tensors, load_hf
 from polyturn.learner.passes import Passes
 from polyturn.learner.scorer import frozen_copy
 from polyturn.learner.shares import Splitter, mean_gap
-from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.types import TrainingSample
 from polyturn.world import ONE, World

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from polyturn.attention import Packing, packed_attention
+from polyturn.policy.attention import Packing, packed_attention
 
 
 class PackedCoreAttention(nn.Module):

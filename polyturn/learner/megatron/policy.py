@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polyturn import fused
 from polyturn.learner import sharding
 from polyturn.learner.megatron import config, weights
 from polyturn.learner.megatron.config import DecoderFacts
@@ -23,9 +22,10 @@ from polyturn.learner.megatron.decoder import Decoder, build_gpt, compile_layers
 from polyturn.learner.megatron.scores import VocabHead
 from polyturn.learner.megatron.tower import SplitTower
 from polyturn.learner.scoring import trained
-from polyturn.logprobs import HowToScore, Scores
-from polyturn.model import DTYPES, Policy
 from polyturn.params import LearnerParams
+from polyturn.policy import fused
+from polyturn.policy.logprobs import HowToScore, Scores
+from polyturn.policy.model import DTYPES, Policy
 from polyturn.render import Renderer
 from polyturn.types import Batch
 

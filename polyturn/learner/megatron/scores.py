@@ -1,6 +1,6 @@
 """Hidden states -> logprobs and entropies with the vocabulary split over ranks, a chunk of logits at a time.
 
-As `polyturn.logprobs`, of which this is the same maths: N tokens, C tokens of a chunk, H hidden size, W rows of the
+As `polyturn.policy.logprobs`, of which this is the same maths: N tokens, C tokens of a chunk, H hidden size, W rows of the
 vocabulary on this rank.
 """
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from polyturn.fused import compiled, logit_gradient, scaled_logits
-from polyturn.logprobs import HowToScore, Scores
+from polyturn.policy.fused import compiled, logit_gradient, scaled_logits
+from polyturn.policy.logprobs import HowToScore, Scores
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _SplitScore(torch.autograd.Function):
 
     Targets count from this rank's first row and may lie outside. Two reductions over ranks: of the largest scaled logit
     m, and of Z = sum exp(x - m), of sum (x - m) exp(x - m) and of x - m at the target. Then log p = x - m - log Z and
-    H = log Z - sum (x - m) exp(x - m) / Z. Gradients are those of `polyturn.logprobs`.
+    H = log Z - sum (x - m) exp(x - m) / Z. Gradients are those of `polyturn.policy.logprobs`.
     """
 
     @staticmethod

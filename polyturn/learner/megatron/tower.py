@@ -9,10 +9,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from polyturn.model import Policy
-from polyturn.tensor_cache import TensorCache
+from polyturn.policy.model import Policy
+from polyturn.policy.tensor_cache import TensorCache
+from polyturn.policy.vision import Features, PatchReader, encode
 from polyturn.types import ImageRecord
-from polyturn.vision import Features, PatchReader, encode
 
 
 class SplitTower:

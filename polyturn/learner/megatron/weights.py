@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from polyturn.hf_weights import EMBEDDING, HEAD
 from polyturn.learner.megatron.config import DecoderFacts
+from polyturn.policy.hf_weights import EMBEDDING, HEAD
 
 _LANGUAGE, _VISUAL = "model.language_model.", "model.visual."
 # Layers of TransformerEngine hold the norm before a projection with it.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from polyturn.model import DTYPES, Policy
 from polyturn.params import Params, SglangParams
+from polyturn.policy.model import DTYPES, Policy
 from polyturn.sampler.sglang.checksums import engine_hash
 from polyturn.sampler.sglang.control import Control
 from polyturn.sampler.sglang.fleet import Fleet, Server

@@ -19,7 +19,7 @@ from polyturn.envs.geo3k import (
     texts,
     tool_call,
 )
-from polyturn.small_model import train_tokenizer
+from polyturn.policy.small_model import train_tokenizer
 from polyturn.types import Json, Message, Problem
 from tests.unit import tiny
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.metrics import rollout_metrics
 from polyturn.params import EnvParams, RolloutParams
 from polyturn.render import Renderer
 from polyturn.rollout import Draw, FailureBudgetError, RolloutSettings, rollout
 from polyturn.sampler.base import SampleRequest
+from polyturn.training.metrics import rollout_metrics
 from polyturn.types import EnvFailures, Group, StopReason, Trajectory
 from tests.unit import tiny
 from tests.unit.envs import flaky_envs

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from polyturn.learner.megatron.learner import MegatronLearner
 from polyturn.learner.megatron.weights import hf_tensors
-from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.types import TrainingSample
 from polyturn.world import ONE, World

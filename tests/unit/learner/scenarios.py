@@ -14,8 +14,8 @@ import torch
 from polyturn.learner.base import Learner, Logprobs, NonFiniteError, UpdateStats
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.learner.sharding import whole
-from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams, SmallModelParams
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.types import TrainingSample
 from polyturn.world import ONE, World

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn import vision
 from polyturn.batching import collate
-from polyturn.forward import hidden_states, token_distribution
 from polyturn.learner.base import NonFiniteError
-from polyturn.model import Policy
 from polyturn.params import LossParams
+from polyturn.policy import vision
+from polyturn.policy.forward import hidden_states, token_distribution
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.types import TrainingSample
 from tests.unit import tiny

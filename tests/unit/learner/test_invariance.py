@@ -16,11 +16,11 @@ import torch
 from polyturn import batching
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.loss import LossInputs, policy_loss, token_weights
-from polyturn.model import Policy
 from polyturn.params import LearnerParams, LossParams
+from polyturn.policy.model import Policy
+from polyturn.policy.vision import PatchReader
 from polyturn.render import Renderer
 from polyturn.types import ImageRecord, TrainingSample
-from polyturn.vision import PatchReader
 from tests.unit import tiny
 
 PICTURES = (tiny.picture(), tiny.picture(64, 32, 90), tiny.picture(32, 48, 30))
@@ -240,7 +240,7 @@ def shown(images: Sequence[ImageRecord]) -> set[str]:
 def test_each_distinct_picture_of_a_micro_batch_is_encoded_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from polyturn import vision  # noqa: PLC0415
+    from polyturn.policy import vision  # noqa: PLC0415
 
     calls: list[list[str]] = []
     encode = vision.encode

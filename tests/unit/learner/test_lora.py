@@ -11,8 +11,8 @@ from peft.tuners.lora import LoraLayer
 
 from polyturn.learner import lora
 from polyturn.learner.fsdp import FsdpLearner
-from polyturn.model import Policy
 from polyturn.params import LoraParams, ParamsError, parse
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from tests.unit import tiny
 from tests.unit.learner.scenarios import learner_of, samples, update, weights_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyturn.learner.offload import HostCopy, local
-from polyturn.model import Policy
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from tests.unit.learner.scenarios import (
     assert_refuses_to_work,

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from polyturn.learner.state import StateError
-from polyturn.model import Policy
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from tests.unit import tiny
 from tests.unit.learner.scenarios import Tensors, learner_of, samples, update, weights_of

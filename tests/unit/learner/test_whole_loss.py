@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from polyturn.learner.base import Logprobs
-from polyturn.model import Policy
 from polyturn.params import LossParams
+from polyturn.policy.model import Policy
+from polyturn.policy.vision import PatchReader
 from polyturn.render import Renderer
 from polyturn.types import TrainingSample
-from polyturn.vision import PatchReader
 from tests.reference_grpo import Padded, reference_loss
 from tests.unit import tiny
 from tests.unit.learner.scenarios import gradients, learner_of, samples, update

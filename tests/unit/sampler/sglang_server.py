@@ -17,7 +17,7 @@ from aiohttp import web
 from PIL import Image
 from safetensors.torch import load_file
 
-from polyturn import model
+from polyturn.policy import model
 from polyturn.render import Renderer
 from polyturn.sampler.base import SampleRequest
 from polyturn.sampler.hf import HfSampler

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from polyturn import hf_weights, vision
 from polyturn.batching import collate
-from polyturn.forward import hidden_states, token_distribution
 from polyturn.learner.scoring import score_batch
-from polyturn.model import Policy, family_of
+from polyturn.policy import hf_weights, vision
+from polyturn.policy.forward import hidden_states, token_distribution
+from polyturn.policy.model import Policy, family_of
 from polyturn.render import Renderer
 from polyturn.sampler.base import Reply, SampleRequest
 from polyturn.sampler.hf import HfSampler, SamplerCounts

@@ -18,8 +18,8 @@ import httpx
 import pytest
 import torch
 
-from polyturn import model
 from polyturn.params import SglangParams
+from polyturn.policy import model
 from polyturn.processes import find
 from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout

@@ -10,10 +10,10 @@ import yaml
 from polyturn.data.files import write_jsonl
 from polyturn.data.synthetic import draw_figure, figure_rng
 from polyturn.envs.base import image_record
+from polyturn.evaluation.results import RESULTS, SCORE, ProblemResult, to_row
+from polyturn.evaluation.statistics import Interval
 from polyturn.params import RegistryParams, SyntheticParams, TrackingParams
 from polyturn.pictures import Pictures
-from polyturn.results import RESULTS, SCORE, ProblemResult, to_row
-from polyturn.statistics import Interval
 from polyturn.tracking import evaluations, open_run
 from polyturn.tracking.promotion import Rule
 from polyturn.tracking.registry import Candidate, Registration, register

@@ -10,7 +10,7 @@ import pytest
 from cryptography.fernet import Fernet
 
 from flows import alias_webhook
-from polyturn import cli
+from polyturn.cli import commands as cli
 from polyturn.params import TrackingParams
 from polyturn.tracking import webhooks
 from polyturn.tracking.credentials import PASSWORD, USERNAME

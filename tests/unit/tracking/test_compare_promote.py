@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn import cli
+from polyturn.cli import commands as cli
 from polyturn.params import TrackingParams
 from polyturn.tracking.promotion import history
 from polyturn.tracking.store import Store, connect

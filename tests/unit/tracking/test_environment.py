@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from polyturn import reproduce
 from polyturn.params import TrackingParams
+from polyturn.pipeline import reproduce
 from polyturn.tracking import environment, open_run, recorded
 
 TRACKING = TrackingParams()

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from polyturn import layout, trajectories, view
+from polyturn import layout, trajectories
+from polyturn.cli import view
+from polyturn.evaluation.statistics import Interval
 from polyturn.params import Params, TrackingParams, parse
 from polyturn.pictures import Pictures
-from polyturn.statistics import Interval
 from polyturn.tracking import open_run
 from polyturn.tracking.gallery import ARTIFACTS, Gallery, choose, log_step_files
 from polyturn.tracking.locate import LocateError, locate

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyturn import gc, layout, lease
-from polyturn.cli import main
-from polyturn.dvc_objects import ObjectCache
+from polyturn import layout
+from polyturn.cli.commands import main
 from polyturn.params import Params, RegistryParams, TrackingParams
+from polyturn.pipeline import gc, lease
+from polyturn.pipeline.dvc_objects import ObjectCache
 from polyturn.tracking import open_run
 from polyturn.tracking.needs import find
 from polyturn.tracking.store import connect

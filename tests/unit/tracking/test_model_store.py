@@ -16,9 +16,10 @@ import yaml
 from mlflow.artifacts import download_artifacts
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
-from polyturn import layout, model, params
-from polyturn.cli import main
+from polyturn import layout, params
+from polyturn.cli.commands import main
 from polyturn.params import Params, RegistryParams, TrackingParams
+from polyturn.policy import model
 from polyturn.tracking import open_run
 from polyturn.tracking.fetch_model import FetchError, fetch_model
 from polyturn.tracking.lineage import directory_digest

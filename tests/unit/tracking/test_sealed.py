@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from polyturn import cli, evaluation_set, layout, params
+from polyturn import layout, params
+from polyturn.cli import commands as cli
 from polyturn.data.files import write_jsonl
+from polyturn.evaluation import evaluation_set
+from polyturn.evaluation.results import RESULTS, SCORE, ProblemResult, to_row
 from polyturn.params import TrackingParams
 from polyturn.pictures import Pictures
-from polyturn.results import RESULTS, SCORE, ProblemResult, to_row
 from polyturn.tracking import evaluations, open_run, openings
 from polyturn.tracking.store import connect
 from tests.unit.tracking.scored import PARAMS, candidate, submit, write_params

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from polyturn import cli, stop_request
+from polyturn.cli import commands as cli
 from polyturn.params import TrackingParams
-from polyturn.stop_request import NoRunError
 from polyturn.tracking import stop_tag
 from polyturn.tracking.run import Run, open_run
 from polyturn.tracking.store import TrackingError
+from polyturn.training import stop_request
+from polyturn.training.stop_request import NoRunError
 from tests.toy_project import wait_until
 
 TRACKING = TrackingParams(uri="sqlite:///mlflow.db", system_metrics_s=0)

@@ -18,8 +18,8 @@ from polyturn.batching import collate
 from polyturn.learner.megatron import parallel, weights
 from polyturn.learner.megatron import policy as megatron
 from polyturn.learner.megatron.policy import MegatronPolicy
-from polyturn.model import Policy
 from polyturn.params import LearnerParams
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.types import Batch
 from polyturn.world import World

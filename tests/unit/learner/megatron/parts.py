@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyturn.learner.megatron.scores import VocabHead
-from polyturn.logprobs import HowToScore, Scores
+from polyturn.policy.logprobs import HowToScore, Scores
 
 VOCAB, WIDTH, NUMBER = 501, 16, 7
 BANNED = (3, 498)

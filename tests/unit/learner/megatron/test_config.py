@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from polyturn import model
 from polyturn.learner.megatron import config, versions
 from polyturn.learner.megatron.versions import MegatronError
-from polyturn.model import ModelError, Policy
 from polyturn.params import ModelParams
+from polyturn.policy import model
+from polyturn.policy.model import ModelError, Policy
 from tests.unit import tiny
 from tests.unit.learner.megatron.cases import learner_params
 from tests.unit.learner.megatron.facts import FACTS

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from polyturn import vision
 from polyturn.batching import collate
 from polyturn.learner.megatron import scores
 from polyturn.learner.scoring import score_batch
-from polyturn.model import Policy
+from polyturn.policy import vision
+from polyturn.policy.model import Policy
 from polyturn.render import Renderer
 from polyturn.types import Batch
 from polyturn.world import ONE

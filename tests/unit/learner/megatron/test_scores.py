@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from polyturn.learner.megatron.scores import VocabHead, _SplitScore
-from polyturn.logprobs import EAGER, HowToScore, Scores, _Score
+from polyturn.policy.logprobs import EAGER, HowToScore, Scores, _Score
 from tests.unit.learner.megatron import parts
 from tests.unit.learner.megatron.cases import OnRank
 
@@ -33,7 +33,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `polyturn.logprobs` gives for the whole vocabulary."""
+    """What `polyturn.policy.logprobs` gives for the whole vocabulary."""
 
     scores: Scores
     hidden_grad: Tensor

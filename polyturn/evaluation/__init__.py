@@ -1,0 +1,1 @@
+"""Scoring a policy on a split, and comparing two that were scored on the same problems."""
