@@ -195,11 +195,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     for name, value in WORK.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--quick", action="store_true", help="4 steps")
     parser.add_argument("--slowdown", action="store_true")
     parser.add_argument("--cpu-smoke", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.quick:
+        options.steps = 4
     logging.basicConfig(level=logging.WARNING)
     if options.kind:
         print("RUN " + json.dumps(run(options)), flush=True)

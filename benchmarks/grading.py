@@ -1,6 +1,6 @@
 """Gradings per second, latency and agreement on real answers, beside math-verify alone in the same run.
 
-python benchmarks/grading.py [--shared DIR] [--num-pairs N]
+python benchmarks/grading.py [--shared DIR] [--num-pairs N] [--quick]
 
 The pairs: every real answer string with itself in a box (true), with another spelling of its value where the data has
 one (true) and with the next answer of the file (true only when the values are equal). "Agreement" is the fraction of
@@ -127,7 +127,10 @@ def main() -> None:
         "--shared", type=Path, default=Path(__file__).resolve().parents[2] / "shared"
     )
     parser.add_argument("--num-pairs", type=int, default=1500)
+    parser.add_argument("--quick", action="store_true", help="150 pairs")
     options = parser.parse_args()
+    if options.quick:
+        options.num_pairs = 150
     logging.disable(logging.WARNING)
     pairs = load_pairs(options.shared, options.num_pairs)
     by_math_verify(pairs[0])  # its first call builds its grammars

@@ -275,11 +275,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="500 pictures, one round")
     parser.add_argument("--peer-dir", type=Path, default=Path(".polyturn/peers/img2dataset"))
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--stage", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.quick:
+        options.count, options.rounds = 500, 1
     if options.serve:
         asyncio.run(serve())
     elif options.stage:
