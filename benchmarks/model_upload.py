@@ -57,6 +57,13 @@ def main() -> None:
         rate = f"{chosen.gb * 1000 / seconds:8.0f}" if name != "import" else f"{'':8}"
         print(f"{name:24}{seconds:9.1f}{rate}{peak:9.0f}")
     print(f"{head['ContentLength']} bytes in {parts} parts")
+    told = {
+        "gb": chosen.gb,
+        "parts": int(parts),
+        **{f"{name}_s": round(seconds, 2) for name, (seconds, _) in found.items()},
+        "peak_mb": round(max(peak for _, peak in found.values())),
+    }
+    print(f"RESULT {json.dumps(told)}")
 
 
 def _child(work: Path, env: dict[str, str]) -> dict[str, tuple[float, float]]:
