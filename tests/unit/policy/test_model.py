@@ -483,12 +483,10 @@ def test_weights_of_an_earlier_save_are_not_read_beside_the_models_own(
     saved = tmp_path / "saved"
     model.save(policy, tmp_path / "other", max_shard_bytes=10**9 + 100_000 - limit)
     model.save(policy, saved, max_shard_bytes=limit)
-    strays = list((tmp_path / "other").glob("model*.safetensors"))
+    strays = sorted((tmp_path / "other").glob("model*.safetensors"))
     for path in strays:
         path.rename(saved / path.name)
-    with pytest.raises(
-        ModelError, match=rf"{strays[0].name.replace('00001', '0000.')}.* of an earlier save"
-    ):
+    with pytest.raises(ModelError, match=rf"{strays[0].name}.* of an earlier save"):
         model.load(ModelParams(), saved)
     with pytest.raises(ModelError, match="of an earlier save"):
         model.saved_digest(ModelParams(), saved)

@@ -75,7 +75,7 @@ def test_a_run_that_has_ended_is_not_asked(
     """Its word is still there, and the next run of the checkout has not said its own yet."""
     monkeypatch.chdir(tmp_path)
     script = (
-        "from pathlib import Path; from polyturn import stop_request as s; "
+        "from pathlib import Path; from polyturn.training import stop_request as s; "
         "s.announce(s.Running(Path('work'), ['stage-run']))"
     )
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
