@@ -73,9 +73,7 @@ def tell_of_promotions(block: UUID) -> AutomationCore:
     return AutomationCore(
         name="polyturn: a model was promoted",
         trigger=EventTrigger(
-            match=ResourceSpecification.model_validate(
-                {"prefect.resource.id": "polyturn.policy.model.*"}
-            ),
+            match=ResourceSpecification.model_validate({"prefect.resource.id": "polyturn.model.*"}),
             expect={PROMOTED},
             posture=Posture.Reactive,
             threshold=1,

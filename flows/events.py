@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect.events import emit_event
 
-PROMOTED = "polyturn.policy.model.promoted"
+PROMOTED = "polyturn.model.promoted"
 
 
 def promoted(*, name: str, version: int | str, alias: str) -> None:
@@ -12,7 +12,7 @@ def promoted(*, name: str, version: int | str, alias: str) -> None:
     emit_event(
         PROMOTED,
         resource={
-            "prefect.resource.id": f"polyturn.policy.model.{name}",
+            "prefect.resource.id": f"polyturn.model.{name}",
             "prefect.resource.name": name,
             "polyturn.version": str(version),
             "polyturn.alias": alias,
