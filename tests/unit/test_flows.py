@@ -18,7 +18,7 @@ import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from pydantic import ValidationError
 
-from flows import artifacts, automations, graph, options, pipeline, place, summary
+from flows import artifacts, automations, events, graph, options, pipeline, place, summary
 from flows.evaluate import EvaluationRequest
 from flows.options import StageOptions, StagesError
 from flows.stage import Handover, StageJob
@@ -185,6 +185,20 @@ def test_a_new_champion_is_announced_by_the_run_that_made_it(
     pipeline._tell(where, StageReport("register", result, 1.0))
     expected = [{"name": "polyturn-geo3k", "version": 7, "alias": "champion"}]
     assert told == (expected if is_told else [])
+
+
+def test_promotions_are_told_under_the_name_that_automations_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others subscribe to it by its text, so that it stays whatever becomes of our modules."""
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        events,
+        "emit_event",
+        lambda event, *, resource, payload: told.append((event, resource["prefect.resource.id"])),
+    )
+    events.promoted(name="tiny", version=2, alias="champion")
+    assert told == [("polyturn.model.promoted", "polyturn.model.tiny")]
 
 
 def test_silence_is_longer_than_a_few_heartbeats_and_every_end_breaks_it() -> None:
