@@ -85,9 +85,9 @@ class Objects:
             connect_timeout=min(_CONNECT_S, timeout_s),
             read_timeout=timeout_s,
         )
-        session = _session(address)
+        opened = session(address)
         try:
-            client = session.client("s3", endpoint_url=endpoint_url, config=config)
+            client = opened.client("s3", endpoint_url=endpoint_url, config=config)
         except (BotoCoreError, ValueError) as error:
             where = f"storage.endpoint_url {endpoint_url!r}" if endpoint_url else "AWS"
             raise ObjectsError(
@@ -215,8 +215,15 @@ def _explained(error: ClientError, address: str, where: str) -> Exception:
     )
 
 
-def _session(address: str) -> Session:
-    """A session with credentials; the metadata address of an instance is asked only if the environment says so."""
+def session(address: str, *, also: str = "") -> Session:
+    """A session with credentials; `also` is what else to set where there are none.
+
+    The instance metadata address is not asked unless AWS_EC2_METADATA_DISABLED=false says so: outside AWS it only makes a
+    missing setting look like a hang.
+
+    Raises:
+        ObjectsError: half a pair of keys, settings that cannot be used, or no credentials.
+    """
     missing = [name for name in KEY_PAIR if not os.environ.get(name)]
     if len(missing) == 1:
         raise ObjectsError(
@@ -224,8 +231,8 @@ def _session(address: str) -> Session:
         )
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
     try:
-        session = Session()
-        credentials = session.get_credentials()
+        found = Session()
+        credentials = found.get_credentials()
     except BotoCoreError as error:  # a profile or a file that is not as it should be
         raise ObjectsError(
             f"{address}: the AWS settings of the environment cannot be used ({error}); check AWS_PROFILE and ~/.aws"
@@ -233,6 +240,6 @@ def _session(address: str) -> Session:
     if credentials is None:
         raise ObjectsError(
             f"{address} has no credentials: set {KEY_PAIR[0]} and {KEY_PAIR[1]} (or AWS_PROFILE, or "
-            "AWS_EC2_METADATA_DISABLED=false for an instance role)"
+            f"AWS_EC2_METADATA_DISABLED=false for an instance role){also}"
         )
-    return session
+    return found
