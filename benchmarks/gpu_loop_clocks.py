@@ -126,10 +126,10 @@ def wait(device: torch.device) -> None:
 
 
 class GpuWatch:
-    """Looks at the GPU's utilisation and used memory in a thread; without NVML it has seen nothing."""
+    """Looks at utilisation and used memory of the visible GPUs in a thread; without NVML it has seen nothing."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[float, float, float]] = []  # monotonic s, busy share, used GiB
+        self.seen: list[list[tuple[float, float, float]]] = []  # by GPU: at, busy share, used GiB
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -151,18 +151,25 @@ class GpuWatch:
             import pynvml  # noqa: PLC0415  (GPU hosts only)
 
             pynvml.nvmlInit()
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+            # NVML counts all GPUs of the host, CUDA those of CUDA_VISIBLE_DEVICES.
+            names = [
+                f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+                for index in range(torch.cuda.device_count())
+            ]
+            gpus = [pynvml.nvmlDeviceGetHandleByUUID(name) for name in names]
+            self.seen = [[] for _ in gpus]
             while not self._stop.wait(_SAMPLE_S):
-                busy = float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu) / 100
-                used = float(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) / 2**30
-                self.seen.append((time.monotonic(), busy, used))
+                for gpu, seen in zip(gpus, self.seen, strict=True):
+                    busy = float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu) / 100
+                    used = float(pynvml.nvmlDeviceGetMemoryInfo(gpu).used) / 2**30
+                    seen.append((time.monotonic(), busy, used))
 
-    def idle(self, start: float, stop: float) -> float | None:
-        """Share of the time without a kernel, between two monotonic times."""
-        busy = [share for at, share, _ in self.seen if start <= at <= stop]
-        return 1 - sum(busy) / len(busy) if busy else None
+    def idle(self, start: float, stop: float) -> list[float]:
+        """Of each GPU the share of the time without a kernel, between two monotonic times."""
+        busy = [[share for at, share, _ in seen if start <= at <= stop] for seen in self.seen]
+        return [1 - sum(shares) / len(shares) for shares in busy if shares]
 
     @property
-    def peak_gib(self) -> float | None:
-        """Most memory that all processes together had."""
-        return max((used for *_, used in self.seen), default=None)
+    def peak_gib(self) -> list[float]:
+        """Of each GPU the most memory that all processes together had."""
+        return [max(used for *_, used in seen) for seen in self.seen if seen]

@@ -130,8 +130,8 @@ class Steps:
             "cache_hit": told["perf/prefix_cache_hit_rate"],
         }
         row["other"] = row["wall"] - sum(row[name] for name in PHASES[:-1]) - row["validation"]
-        if (idle := bench.watch.idle(self.began, now)) is not None:
-            row["idle"] = idle
+        for number, idle in enumerate(bench.watch.idle(self.began, now)):
+            row["idle" if number == 0 else f"idle_gpu_{number}"] = idle
         self.rows.append(row)
         shown = " ".join(f"{name}={value:.3f}" for name, value in row.items())
         print(f"step {step} {shown}", flush=True)
@@ -187,8 +187,7 @@ def reply_lengths(mode: Mode, *, is_tiny: bool) -> list[int] | None:
 def run_mode(bench: Bench, name: str) -> None:
     """Train for some steps of a mode and put a summary into the result."""
     mode, options = MODES[name], bench.options
-    # The first step warms up; a mode of long steps has fewer.
-    steps = 1 + (options.repeats if mode.skew is None else max(1, options.repeats // 3))
+    steps = 1 + options.repeats  # the first one warms up
     steps += mode.is_ahead  # after the last step nothing is sampled
     params = mode_params(bench, mode, steps)
     count = params.rollout.prompts_per_step * steps
@@ -249,8 +248,8 @@ def summary(bench: Bench, name: str, sink: Steps) -> dict[str, object]:
         "learner_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None,
         "gpu_peak_gib": bench.watch.peak_gib,
     }
-    if any("idle" in row for row in rows):
-        told["idle_fraction"] = middle("idle")
+    idle = [key for key in rows[0] if key.startswith("idle")]
+    told |= {key.replace("idle", "idle_fraction", 1): middle(key) for key in idle}
     if sink.engine:
         told["engine_tokens_per_s"] = median([run.rate for run in sink.engine])
         told["engine_s_all"] = [round(run.seconds, 3) for run in sink.engine]
