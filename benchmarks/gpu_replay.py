@@ -50,7 +50,7 @@ from polyturn.sampler.sglang.build import Site, sglang_sampler  # noqa: E402
 from polyturn.training.checkpoint_writer import CheckpointWriter  # noqa: E402
 from polyturn.training.parts import Parts  # noqa: E402
 from polyturn.training.recorder import Recorder  # noqa: E402
-from scripts.gap_drift import trend  # noqa: E402
+from scripts.gap_drift import PREFIX, trend  # noqa: E402
 
 SMALL = shapes.Shape(1024, 640, 1920, 8, 10, 2, 64, 256, 512, 4, 4, (0, 1))
 KINDS = ("deterministic", "fast")
@@ -166,7 +166,13 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             "recomputed_turns": sum(row["perf/recomputed_turns"] for row in rows),
             "cache_hit_turn_3": rows[-1].get("perf/prefix_cache_hit_rate/turn_3"),
             "gap": [row[GAP] for row in rows],
-            "gap_trend": asdict(trend(range(len(rows)), [row[GAP] for row in rows])),
+            "gap_trends": {
+                name.removeprefix(PREFIX): asdict(
+                    trend(range(len(rows)), [row.get(name, 0.0) for row in rows])
+                )
+                for name in sorted(rows[0])
+                if name.startswith(PREFIX)
+            },
         }
 
 
