@@ -78,6 +78,11 @@ class SglangParams(Section):
                 "release_memory is for servers that polyturn starts (they need --enable-memory-saver); "
                 "set it to false or leave urls empty"
             )
+        if self.weight_update == "distributed" and not self.urls and self.gpu_offset == 0:
+            raise ValueError(
+                "weight_update: distributed sends from GPU 0, which NCCL lets no server of the same group use, got "
+                "gpu_offset 0; set it to the number of the trainer's GPUs, or weight_update to tensor"
+            )
         hosts = {urlsplit(url).hostname for url in self.urls}
         if self.weight_update == "distributed" and not hosts <= _HERE:
             raise ValueError(

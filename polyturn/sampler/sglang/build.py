@@ -11,6 +11,7 @@ import torch
 
 from polyturn.params import Params, SglangParams
 from polyturn.policy.model import DTYPES, Policy
+from polyturn.sampler.sglang.broadcast import DistributedTransfer
 from polyturn.sampler.sglang.checksums import engine_hash
 from polyturn.sampler.sglang.control import Control
 from polyturn.sampler.sglang.fleet import Fleet, Server
@@ -25,7 +26,6 @@ from polyturn.sampler.sglang.process import (
 from polyturn.sampler.sglang.sampler import SglangSampler
 from polyturn.sampler.sglang.weights import (
     DiskTransfer,
-    DistributedTransfer,
     Named,
     TensorTransfer,
     Transfer,
@@ -161,7 +161,5 @@ def _transfer(chosen: SglangParams, dtype: torch.dtype, site: Site) -> Transfer:
     if chosen.weight_update == "tensor":
         return TensorTransfer(dtype, max_bytes, chosen.tensor_parallel)
     if chosen.weight_update == "distributed":
-        return DistributedTransfer(
-            dtype, max_bytes, chosen.tensor_parallel, lambda: ("127.0.0.1", free_port())
-        )
+        return DistributedTransfer(dtype, max_bytes, chosen.tensor_parallel)
     return DiskTransfer(site.directory / "weights", site.write_weights)

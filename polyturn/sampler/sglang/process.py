@@ -158,11 +158,21 @@ def start(
             die_with_parent.command(argv),
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
+            env={**_inherited(), **env},
             start_new_session=True,
         )
     logger.info("SGLang server %d at %s, log %s", popen.pid, control.url, log)
     return ServerProcess(control, popen, log)
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment without its place in a gang: torch would look for the server's ranks at torchrun's agent."""
+    names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in names and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+    }
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""New weights to SGLang servers: over CUDA IPC, over NCCL, or through a directory; streamed in buckets.
+"""New weights to SGLang servers: over CUDA IPC or through a directory, streamed in buckets (NCCL: broadcast.py).
 
 Names are Hugging Face's; a server maps them to its own and fuses what it fuses. What it does not know, it passes
 over silently, so that checksums after the update are part of every way (checksums.py).
@@ -74,7 +74,7 @@ class TensorTransfer:
     num_ranks: int
 
     def push(self, servers: Sequence[Control], tensors: Named, version: int) -> None:
-        """Send bucket by bucket; only the last call carries the version."""
+        """Send bucket by bucket; each call names the version."""
         from sglang.srt.utils import MultiprocessingSerializer  # noqa: PLC0415  (needs a GPU host)
         from sglang.srt.utils.patch_torch import (  # noqa: PLC0415
             monkey_patch_torch_reductions,
@@ -82,7 +82,7 @@ class TensorTransfer:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket  # noqa: PLC0415
 
         monkey_patch_torch_reductions()  # handles name a GPU by its UUID: indices differ between processes
-        for bucket in buckets(_cast(tensors, self.dtype), self.max_bytes):
+        for bucket in buckets(cast_all(tensors, self.dtype), self.max_bytes):
             flat = FlattenedTensorBucket(named_tensors=bucket)
             torch.cuda.synchronize()
             content = {
@@ -109,105 +109,6 @@ class TensorTransfer:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-class DistributedTransfer:
-    """Broadcasts over NCCL from this process to all ranks of all servers (update_weights_from_distributed).
-
-    The group is of the servers that are there: it is made anew, under another name and at another port (`address`
-    gives one), when one was started anew, has gone or has come back.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        max_bytes: int,
-        num_ranks: int,
-        address: Callable[[], tuple[str, int]],
-    ) -> None:
-        self._dtype = dtype
-        self._max_bytes = max_bytes
-        self._num_ranks = num_ranks
-        self._address = address
-        self._group: object | None = None
-        self._members: tuple[str, ...] = ()
-        self._num_groups = 0
-
-    @property
-    def _name(self) -> str:
-        return f"polyturn_weights_{self._num_groups}"
-
-    def push(self, servers: Sequence[Control], tensors: Named, version: int) -> None:
-        """Announce a bucket over HTTP and broadcast its tensors at the same time."""
-        import torch.distributed as dist  # noqa: PLC0415
-
-        members = tuple(server.url for server in servers)
-        if self._group is None or members != self._members:
-            self.close()
-            self._num_groups += 1
-            self._group, self._members = self._join(servers), members
-        for bucket in buckets(_cast(tensors, self._dtype), self._max_bytes):
-            content = {
-                "names": [name for name, _ in bucket],
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                "shapes": [list(tensor.shape) for _, tensor in bucket],
-                "group_name": self._name,
-                "flush_cache": False,
-                "weight_version": str(version),
-            }
-            with ThreadPoolExecutor(len(servers)) as pool:
-                answers = [
-                    pool.submit(server.call, "/update_weights_from_distributed", content)
-                    for server in servers
-                ]
-                for _, tensor in bucket:
-                    dist.broadcast(tensor.contiguous(), src=0, group=self._group)  # pyright: ignore[reportArgumentType]
-                for answer in answers:
-                    answer.result()
-
-    def _join(self, servers: Sequence[Control]) -> object:
-        from sglang.srt.utils import init_custom_process_group  # noqa: PLC0415
-
-        host, port = self._address()
-        world = 1 + len(servers) * self._num_ranks
-        with ThreadPoolExecutor(len(servers)) as pool:
-            answers = [
-                pool.submit(
-                    server.call,
-                    "/init_weights_update_group",
-                    {
-                        "master_address": host,
-                        "master_port": port,
-                        "rank_offset": 1 + index * self._num_ranks,
-                        "world_size": world,
-                        "group_name": self._name,
-                        "backend": "nccl",
-                    },
-                )
-                for index, server in enumerate(servers)
-            ]
-            group = init_custom_process_group(
-                backend="nccl",
-                init_method=f"tcp://{host}:{port}",
-                world_size=world,
-                rank=0,
-                group_name=self._name,
-            )
-            for answer in answers:
-                answer.result()
-        return group
-
-    def forget(self) -> None:
-        """The group lacks the new server."""
-        self.close()
-
-    def close(self) -> None:
-        """Leave the group; the servers leave it when they end."""
-        if self._group is not None:
-            import torch.distributed as dist  # noqa: PLC0415
-
-            dist.destroy_process_group(self._group)  # pyright: ignore[reportArgumentType]
-            self._group = None
 
 
 @dataclass(frozen=True)
@@ -244,7 +145,8 @@ class DiskTransfer:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _cast(tensors: Named, dtype: torch.dtype) -> Named:
+def cast_all(tensors: Named, dtype: torch.dtype) -> Named:
+    """The tensors in the servers' dtype, one at a time."""
     for name, tensor in tensors:
         yield name, tensor.detach().to(dtype)
 

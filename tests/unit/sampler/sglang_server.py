@@ -10,12 +10,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from aiohttp import web
 from PIL import Image
 from safetensors.torch import load_file
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from polyturn.policy import model
 from polyturn.render import Renderer
@@ -39,6 +41,8 @@ class FakeServer:
     forgets: bool = False  # says that it has no keys and values of earlier turns
     probes: list[dict] = field(default_factory=list)  # bodies that a test has put aside
     url: str = ""
+    groups: dict[str, ProcessGroupGloo] = field(default_factory=dict)  # that it is a member of
+    broadcasts: str = "take"  # or "refuse" or "hang"
 
     def __post_init__(self) -> None:
         self._sampler = HfSampler(self.policy, Renderer(self.policy))
@@ -52,6 +56,9 @@ class FakeServer:
         app.router.add_get("/server_info", self._answer({"version": "0.5.15"}))
         app.router.add_get("/model_info", self.model_info)
         app.router.add_post("/update_weights_from_disk", self.update_from_disk)
+        app.router.add_post("/init_weights_update_group", self.join)
+        app.router.add_post("/update_weights_from_distributed", self.update_from_broadcast)
+        app.router.add_post("/destroy_weights_update_group", self.leave)
         app.router.add_post("/weights_checker", self.checksums)
         app.router.add_post("/abort_request", self.abort)
         for path in ("/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"):
@@ -83,6 +90,48 @@ class FakeServer:
             for file in sorted(Path(content["model_path"]).glob("*.safetensors")):
                 self._sampler.update_weights(iter(load_file(file).items()), 0)
         return web.json_response({"success": True, "message": "ok"})
+
+    async def join(self, request: web.Request) -> web.Response:
+        """Enter a group as the rank that is told, over gloo."""
+        told = await request.json()
+        name, world = told["group_name"], told["world_size"]
+
+        def enter() -> ProcessGroupGloo:
+            store = TCPStore(told["master_address"], told["master_port"], world, is_master=False)
+            whole = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+            patience = timedelta(seconds=20)
+            return ProcessGroupGloo(whole, told["rank_offset"], world, timeout=patience)
+
+        self.groups[name] = await asyncio.to_thread(enter)
+        return web.json_response({"success": True, "message": "ok"})
+
+    async def update_from_broadcast(self, request: web.Request) -> web.Response:
+        """Take the tensors of a bucket from rank 0."""
+        content = await request.json()
+        self.calls.append(request.path)
+        if self.broadcasts == "hang":
+            await asyncio.sleep(5)
+        if self.broadcasts == "refuse":
+            return web.json_response({"success": False, "message": "no such weight"}, status=400)
+        group = self.groups[content["group_name"]]
+        kinds = zip(content["names"], content["dtypes"], content["shapes"], strict=True)
+
+        held = dict(self.policy.model.named_parameters())
+
+        def receive() -> None:
+            for name, dtype, shape in kinds:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                group.broadcast(tensor, 0).wait()
+                held[name].data.copy_(tensor)
+
+        await asyncio.to_thread(receive)
+        self.version = content["weight_version"]
+        return web.json_response({"success": True, "message": "ok"})
+
+    async def leave(self, request: web.Request) -> web.Response:
+        """Forget a group."""
+        is_known = self.groups.pop((await request.json())["group_name"], None) is not None
+        return web.json_response({"success": is_known}, status=200 if is_known else 400)
 
     async def checksums(self, request: web.Request) -> web.Response:
         """Hashes as SGLang names them; this model fuses nothing, so stacks are made here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -26,13 +27,14 @@ from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.base import Reply, Sampler, SampleRequest
 from polyturn.sampler.hf import HfSampler
 from polyturn.sampler.sglang import build, control, process, wire
+from polyturn.sampler.sglang.broadcast import DistributedTransfer
 from polyturn.sampler.sglang.build import Site, sglang_sampler
 from polyturn.sampler.sglang.checksums import Checksums, is_compared
 from polyturn.sampler.sglang.control import Control, ServerError, check_version
 from polyturn.sampler.sglang.counts import SglangCounts, added
 from polyturn.sampler.sglang.fleet import Fleet, Server
 from polyturn.sampler.sglang.sampler import IdenticalSiblingsError, SglangSampler
-from polyturn.sampler.sglang.weights import DiskTransfer, DistributedTransfer, Named, buckets
+from polyturn.sampler.sglang.weights import DiskTransfer, Named, buckets
 from polyturn.types import Message, StopReason, Trajectory
 from tests.unit import tiny
 from tests.unit.sampler.sglang_server import FakeServer, hash_tensor, serving
@@ -467,6 +469,15 @@ def test_weights_cannot_be_broadcast_to_a_server_that_does_not_meet_this_host_as
     SglangParams(urls=(url,), weight_update="disk")
 
 
+def test_servers_that_are_sent_weights_over_nccl_need_gpus_of_their_own():
+    """NCCL refuses a group with two members on one GPU, and the trainer's is the first."""
+    with pytest.raises(
+        ValueError, match=r"distributed sends from GPU 0.* got gpu_offset 0; set it"
+    ):
+        SglangParams(weight_update="distributed")
+    SglangParams(weight_update="distributed", gpu_offset=1)
+
+
 def test_a_bucket_holds_whole_tensors_within_its_size():
     tensors = [(str(size), torch.zeros(size)) for size in (2, 3, 9, 1)]
     grouped = [[name for name, _ in bucket] for bucket in buckets(iter(tensors), 4 * 5)]
@@ -508,7 +519,7 @@ def test_a_lost_tensor_is_found_within_a_period(server: FakeServer, tmp_path: Pa
 def test_a_group_of_servers_is_made_anew_when_one_of_them_is_new(monkeypatch: pytest.MonkeyPatch):
     """A restarted server is not in the group that broadcasts weights; the others would wait for it for ever."""
     joined: list[tuple[str, tuple[str, ...]]] = []
-    transfer = DistributedTransfer(torch.float32, 100, 1, lambda: ("127.0.0.1", 5))
+    transfer = DistributedTransfer(torch.float32, 100, 1)
 
     def join(servers: Sequence[Control]) -> object:
         joined.append((transfer._name, tuple(server.url for server in servers)))
@@ -649,6 +660,24 @@ def test_closing_a_server_ends_its_children_too(tmp_path: Path):
     running.close()
     assert not running.is_running
     assert _is_gone(child)
+
+
+def test_a_server_does_not_take_itself_for_a_rank_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Under torchrun torch looks for a store at the agent, and the server's own ranks would never meet."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}
+    for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    told = "import json, os; print(json.dumps(dict(os.environ)))"
+    running = process.start([sys.executable, "-c", told], NOBODY, tmp_path / "sglang_0.log")
+    running.popen.wait(30)
+    running.close()
+    seen = json.loads(running.log.read_text())
+    assert not {*place, "TORCHELASTIC_USE_AGENT_STORE"} & set(seen)
+    assert seen["NCCL_NVLS_ENABLE"] == "0"
+    assert seen["SGLANG_MM_AVOID_RETOKENIZE"] == "1"
 
 
 def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(tmp_path: Path):
