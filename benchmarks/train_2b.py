@@ -1,9 +1,16 @@
-"""A GRPO training step at the Qwen3-VL-2B shape (random weights) on one GPU: seconds, tokens/s, utilisation, memory.
+"""A GRPO training step at the Qwen3-VL-2B shape (random weights) on one GPU or several: seconds, tokens/s, memory.
 
 The work of ../docs/gpu.md's table: 16 prompts with a 448 x 448 picture, 8 replies of 512 tokens each. Siblings share
 their prompt and its picture, so fewer tokens run than the samples have: `mfu` counts the operations that run (no
-recomputation) against 790 TFLOP/s, `tokens_per_s` the samples' own tokens. The peer is a plain Hugging Face step
-(`--peer-s`, by default its recorded 4.72 s; `--peer` runs it here, interleaved).
+recomputation) against 790 TFLOP/s a GPU, `tokens_per_s` the samples' own tokens. The peer is a plain Hugging Face step
+on one GPU (`--peer-s`, by default its recorded 4.72 s).
+
+Several GPUs share the same samples, as ranks of torchrun:
+
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.train_2b --set num_processes=2 --one-s 2.19
+
+`--one-s` is the step of the same learner on one GPU; `speedup_vs_one_gpu` then compares samples per second.
+`--prompts 32` gives two GPUs as much work each as one has.
 """
 
 from __future__ import annotations
@@ -13,9 +20,11 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +32,17 @@ from PIL import Image
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import shapes
-from polyturn.batching import micro_batches
+from polyturn.balance import partition
+from polyturn.batching import loads
 from polyturn.envs.base import image_record
 from polyturn.learner.base import Learner
 from polyturn.learner.fsdp import FsdpLearner
 from polyturn.params import LearnerParams, LossParams
+from polyturn.policy.model import Policy
 from polyturn.policy.vision import patch_cost
 from polyturn.render import Renderer
 from polyturn.types import Message, TrainingSample
+from polyturn.world import ONE, World, joined
 
 PEAK = 790e12  # bfloat16 matrix products of an H200, short burst
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -60,6 +72,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three steps")
     parser.add_argument("--tiny", action="store_true", help="a toy size, to try the script")
     parser.add_argument("--profile", action="store_true", help="which kernels bound the step")
+    parser.add_argument("--prompts", type=int, help="instead of 16 (a toy: 2)")
+    parser.add_argument(
+        "--replicated-tower",
+        action="store_true",
+        help="Megatron, tensor_parallel > 1: every rank encodes every picture",
+    )
+    parser.add_argument("--one-s", type=float, help="a step of 16 prompts on one GPU, seconds")
     parser.add_argument("--peer-s", type=float, default=4.72)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -73,74 +92,150 @@ def main() -> None:
             **{key: json.loads(value) for key, value in settings.items()},
         }
     )
-    repeats = 3 if arguments.quick else arguments.repeats
-    result = measure(TINY if arguments.tiny else FULL, params, repeats, arguments.profile)
+    size = TINY if arguments.tiny else FULL
+    plan = Plan(
+        replace(size, num_prompts=arguments.prompts or size.num_prompts),
+        params,
+        num_repeats=3 if arguments.quick else arguments.repeats,
+        has_profile=arguments.profile,
+        is_tower_replicated=arguments.replicated_tower,
+    )
+    with joined() as world:
+        plan.check(world)
+        result = measure(plan, world)
+    if not world.is_main:
+        return
     result["ratio_vs_hf"] = round(arguments.peer_s / result["step_s"], 3)
-    result["peer"] = f"plain Hugging Face step, {arguments.peer_s} s as recorded"
+    result["peer"] = f"plain Hugging Face step on one GPU, {arguments.peer_s} s as recorded"
+    if arguments.one_s:
+        work = plan.size.num_prompts / size.num_prompts
+        speedup = arguments.one_s * work / result["step_s"]
+        result["one_gpu_step_s"] = arguments.one_s
+        result["speedup_vs_one_gpu"] = round(speedup, 3)
+        result["scaling_efficiency"] = round(speedup / world.size, 3)
     result["settings"] = {"learner": arguments.learner, **settings}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print("RESULT", json.dumps(result))
 
 
-def measure(
-    size: Size, params: LearnerParams, repeats: int, with_profile: bool
-) -> dict[str, object]:
-    """Time `repeats` updates after two that warm up (compilation, allocator)."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    size: Size
+    params: LearnerParams
+    num_repeats: int
+    has_profile: bool = False
+    is_tower_replicated: bool = False
+
+    def check(self, world: World) -> None:
+        """Raise ValueError if the ranks, the params and the tower do not fit each other."""
+        if self.params.num_processes != world.size:
+            raise ValueError(
+                f"num_processes is {self.params.num_processes}, but there are {world.size} ranks; start it by "
+                "python -m torch.distributed.run --nproc-per-node N -m benchmarks.train_2b --set num_processes=N"
+            )
+        if self.is_tower_replicated and self.params.tensor_parallel == 1:
+            raise ValueError(
+                "--replicated-tower is of ranks that share pictures; give --learner megatron --set tensor_parallel=2"
+            )
+
+
+def measure(plan: Plan, world: World = ONE) -> dict[str, Any]:
+    """Time updates after two that warm up (compilation, allocator); the slowest rank counts (collective)."""
+    size, params = plan.size, plan.params
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     policy = shapes.policy(size.shape, device=device, dtype=torch.float32)
     renderer = Renderer(policy)
     samples = make_samples(size, renderer)
-    batches = micro_batches(
-        samples, renderer, params.micro_batch_tokens, patch_cost=patch_cost(policy)
-    )
-    work = work_of(samples, batches, renderer)
+    batches = batches_of(samples, renderer, params, patch_cost(policy))
+    work = work_of(samples, [batch for rank in batches for batch in rank], renderer)
     flops = shapes.training_flops(size.shape, work)
-    learner = build(policy, renderer, params, device)
+    learner = build(policy, renderer, plan, device, world)
 
     def step() -> float:
         stats = learner.update(samples, lr_scale=1.0, is_on_policy=True)
         synchronize(device)
         return stats.grad_norm
 
-    warm = [timed(step) for _ in range(2)]
+    def timed_step() -> float:
+        world.barrier()
+        return max(world.all_gather(timed(lambda: norms.append(step()))))
+
+    norms: list[float] = []
+    warm = [timed_step() for _ in range(2)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    norms: list[float] = []
-    seconds = [timed(lambda: norms.append(step())) for _ in range(repeats)]
+    seconds = [timed_step() for _ in range(plan.num_repeats)]
     step_s = median(seconds)
     own = sum(len(sample.token_ids) for sample in samples)
-    result: dict[str, object] = {
+    result: dict[str, Any] = {
         "learner": params.backend,
+        "ranks": world.size,
+        "prompts": size.num_prompts,
+        "tower": "replicated" if plan.is_tower_replicated else "split",
         "step_s": round(step_s, 3),
         "steps_s": [round(value, 3) for value in seconds],
         "warm_up_s": [round(value, 1) for value in warm],
         "tokens_per_s": round(own / step_s),
         "tokens": own,
         "tokens_run": work.tokens,
-        "micro_batches": len(batches),
+        "micro_batches": len(batches[0]),
         "tflop_run": {name: round(value / 1e12, 1) for name, value in flops.items()},
-        "mfu": round(sum(flops.values()) / step_s / PEAK, 4),
+        "mfu": round(sum(flops.values()) / step_s / (PEAK * world.size), 4),
         "grad_norm": round(norms[-1], 5),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
+        **memory(device, world),
     }
-    if device.type == "cuda":
-        result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        result["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
-    print(f"{params.backend}: {step_s:.3f} s a step, warm-up {warm}", flush=True)
-    if with_profile:
-        result["profile"] = profiled(step)
+    if world.is_main:
+        print(f"{params.backend} x{world.size}: {step_s:.3f} s a step, warm-up {warm}", flush=True)
+    if plan.has_profile:
+        result["profile"] = profiled(step, is_told=world.is_main)
     return result
 
 
-def build(policy, renderer: Renderer, params: LearnerParams, device: torch.device) -> Learner:
-    """The learner that is measured."""
-    if params.backend == "fsdp":
-        return FsdpLearner(policy, renderer, params, LossParams(), 1.0, device=device)
-    from polyturn.learner.megatron.learner import MegatronLearner  # noqa: PLC0415  (optional)
+def memory(device: torch.device, world: World) -> dict[str, float]:
+    """Peaks of the GPU that has most, GiB (collective)."""
+    if device.type != "cuda":
+        return {}
+    allocated = world.all_gather(torch.cuda.max_memory_allocated())
+    reserved = world.all_gather(torch.cuda.max_memory_reserved())
+    return {
+        "peak_gib": round(max(allocated) / 2**30, 2),
+        "peak_reserved_gib": round(max(reserved) / 2**30, 2),
+    }
 
-    return MegatronLearner(policy, renderer, params, LossParams(), 1.0, device=device)
+
+def build(
+    policy: Policy, renderer: Renderer, plan: Plan, device: torch.device, world: World
+) -> Learner:
+    """The learner that is measured (collective)."""
+    if plan.params.backend == "fsdp":
+        return FsdpLearner(
+            policy, renderer, plan.params, LossParams(), 1.0, world=world, device=device
+        )
+    from benchmarks.replicated_tower import replicated  # noqa: PLC0415  (optional)
+    from polyturn.learner.megatron.learner import MegatronLearner  # noqa: PLC0415
+
+    with replicated() if plan.is_tower_replicated else nullcontext():
+        return MegatronLearner(
+            policy, renderer, plan.params, LossParams(), 1.0, world=world, device=device
+        )
+
+
+def batches_of(
+    samples: Sequence[TrainingSample], renderer: Renderer, params: LearnerParams, cost: float
+) -> list[list[list[int]]]:
+    """The samples of each micro-batch of each data-parallel rank, as the learners split them."""
+    return partition(
+        loads(samples, renderer),
+        num_ranks=params.num_processes // params.tensor_parallel,
+        max_tokens=params.micro_batch_tokens,
+        patch_cost=cost,
+    )
 
 
 def make_samples(size: Size, renderer: Renderer) -> list[TrainingSample]:
@@ -183,7 +278,7 @@ def work_of(
     return shapes.Work(tokens, scored, attended, patches, pictures)
 
 
-def profiled(step: Callable[[], object]) -> dict[str, object]:
+def profiled(step: Callable[[], object], *, is_told: bool) -> dict[str, object]:
     """Share of a step in which the GPU works, number of kernels, and where the time goes by kind of kernel."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         started = time.perf_counter()
@@ -199,9 +294,9 @@ def profiled(step: Callable[[], object]) -> dict[str, object]:
         kinds[kind_of(kernel.name)] = kinds.get(kind_of(kernel.name), 0.0) + length
         names[kernel.name[:90]] = names.get(kernel.name[:90], 0.0) + length
     top = sorted(names.items(), key=lambda item: -item[1])[:25]
-    for name, length in top:
-        print(f"{length:8.3f} s  {name}")
-    print({kind: round(length, 3) for kind, length in kinds.items()}, flush=True)
+    if is_told:
+        print("\n".join(f"{length:8.3f} s  {name}" for name, length in top))
+        print({kind: round(length, 3) for kind, length in kinds.items()}, flush=True)
     return {
         "wall_s": round(wall, 3),
         "busy_s": round(sum(kinds.values()), 3),
