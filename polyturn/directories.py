@@ -6,6 +6,7 @@ over.
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import tempfile
@@ -15,18 +16,36 @@ logger = logging.getLogger(__name__)
 
 
 def replace(built: Path, out: Path) -> None:
-    """Rename a finished directory to `out`, in place of what is there.
+    """Make a finished directory `out`, in place of what is there; from another disk it is copied beside `out` first.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: it cannot be renamed or copied; what was at `out` is there still.
     """
-    aside: Path | None = None
-    if out.exists():
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-        out.rename(aside)
-    built.rename(out)
-    if aside is not None:
-        remove(aside)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _rename(built, out)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.new.", dir=out.parent) as beside:
+            copy = Path(beside) / out.name
+            shutil.copytree(built, copy, symlinks=True)
+            _rename(copy, out)
+        remove(built)
+
+
+def _rename(built: Path, out: Path) -> None:
+    if not out.exists():
+        built.rename(out)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+    out.rename(aside)
+    try:
+        built.rename(out)
+    except OSError:
+        aside.rename(out)
+        raise
+    remove(aside)
 
 
 def remove(directory: Path) -> None:

@@ -6,8 +6,7 @@ import logging
 import shutil
 from collections import Counter
 
-from polyturn import layout
-from polyturn.data.files import publish
+from polyturn import directories, layout
 from polyturn.data.geo3k import HubSource
 from polyturn.data.raw import RawReport, RawWriter
 from polyturn.data.sources import SPLITS, counts, load_source
@@ -36,7 +35,7 @@ def body(ctx: StageContext) -> None:
         ).write()
     if isinstance(source, HubSource):
         ctx.run.set_tags({"data.commit": source.revision})
-    publish(built, layout.RAW)
+    directories.replace(built, layout.RAW)
     _record(ctx, report)
 
 

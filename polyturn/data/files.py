@@ -1,11 +1,10 @@
-"""Files and directories that are either whole or absent, JSON lines among them."""
+"""Files that are either whole or absent, JSON lines among them."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,14 +41,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def publish(built: Path, out: Path) -> None:
-    """Replace `out` by a finished directory (a rename where both lie on one disk)."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.exists():
-        shutil.rmtree(out)
-    shutil.move(built, out)
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> int:

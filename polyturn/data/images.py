@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from polyturn import directories
 from polyturn.data.cache import FetchCache
-from polyturn.data.files import publish, write_jsonl
+from polyturn.data.files import write_jsonl
 from polyturn.data.ledger import Ledger
 from polyturn.data.processing import (
     Emit,
@@ -81,7 +82,7 @@ def build_image_store(
             cache.forget_failures()
             raise
         _write(job, ledger, before)
-    publish(job.work / "out", job.out)
+    directories.replace(job.work / "out", job.out)
     shutil.rmtree(job.work, ignore_errors=True)
     return report
 

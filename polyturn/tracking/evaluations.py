@@ -10,8 +10,7 @@ from tempfile import TemporaryDirectory
 
 from mlflow.exceptions import MlflowException
 
-from polyturn import layout
-from polyturn.data.files import publish
+from polyturn import directories, layout
 from polyturn.evaluation import results
 from polyturn.evaluation.results import ProblemResult
 from polyturn.pictures import Pictures
@@ -73,7 +72,7 @@ def fetch(store: Store, run_id: str, root: Path) -> Path:
                 archive.extractall(got / "png")
         if not (got / results.RESULTS).exists():
             raise TrackingError(f"run {run_id} keeps no {_FOLDER}/{results.RESULTS}")
-        publish(got, target)
+        directories.replace(got, target)
     return target
 
 
