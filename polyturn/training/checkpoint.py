@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from polyturn import directories
@@ -60,17 +60,26 @@ def discard(directory: Path, step: int) -> None:
     shutil.rmtree(partial_path(directory, step), ignore_errors=True)
 
 
-def prune(directory: Path, keep: int, *, newest: int) -> None:
-    """Keep the checkpoint of step `newest`, which was just written, and the `keep` - 1 before it; remove the others.
+def superfluous(steps: Iterable[int], keep: int, *, newest: int) -> list[int]:
+    """The steps, in order, whose checkpoints go once that of step `newest` is written: all but it and the `keep` - 1 before it.
 
     Later ones are of a run that was given up, and a run that is started again must not go on from them.
+
+    >>> superfluous([100, 200, 300, 700], 2, newest=300)
+    [100, 700]
     """
-    steps = dict(_by_step(directory))
-    kept = sorted(step for step in steps if step <= newest)[-keep:]
-    for step in steps.keys() - kept:
+    ordered = sorted(steps)
+    kept = [step for step in ordered if step <= newest][-keep:]
+    return [step for step in ordered if step not in kept]
+
+
+def prune(directory: Path, keep: int, *, newest: int) -> None:
+    """Remove the superfluous checkpoints, now that of step `newest` is written."""
+    paths = dict(_by_step(directory))
+    for step in superfluous(paths, keep, newest=newest):
         if step > newest:
-            logger.warning("%s is removed: the run is at step %d only", steps[step], newest)
-        directories.remove(steps[step])
+            logger.warning("%s is removed: the run is at step %d only", paths[step], newest)
+        directories.remove(paths[step])
 
 
 def states(directory: Path) -> list[Mapping[str, Json]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from polyturn.objects import Objects
+from polyturn.training.checkpoint import superfluous
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ _BLOBS = "blobs/"
 
 
 class Snapshots:
-    """The snapshots of one run's work; of pushed ones the newest `keep` stay."""
+    """The snapshots of one run's work; the one just pushed and the `keep` - 1 before it stay."""
 
     def __init__(self, objects: Objects, *, keep: int) -> None:
         self.objects = objects
@@ -37,7 +38,7 @@ class Snapshots:
         return max(self._steps(), default=None)
 
     def push(self, step: int, directory: Path, *, known: Mapping[Path, str] | None = None) -> None:
-        """Store all files of `directory` as the snapshot of `step`; then older snapshots go.
+        """Store all files of `directory` as the snapshot of `step`; then those go that checkpoint.superfluous names.
 
         `known`: digests (SHA-256) of files, by path below `directory`, that need not be computed again.
         """
@@ -54,7 +55,7 @@ class Snapshots:
                 self.objects.upload(f"{_BLOBS}{digest}", directory / name)
                 self._stored.add(digest)
         self.objects.put(_object_name(step), json.dumps({"files": files}).encode())
-        self._prune()
+        self._prune(newest=step)
 
     def pull(self, directory: Path) -> int | None:
         """Bring the newest whole snapshot into `directory`, which is replaced; returns its step, None without one.
@@ -117,11 +118,19 @@ class Snapshots:
                 return f"the digest of {name} differs"
         return None
 
-    def _prune(self) -> None:
-        steps = sorted(self._steps())
-        for step in steps[: -self._keep]:
+    def _prune(self, *, newest: int) -> None:
+        steps = self._steps()
+        removed = superfluous(steps, self._keep, newest=newest)
+        for step in removed:
+            if step > newest:
+                logger.warning(
+                    "snapshot of step %d in %s is removed: the run is at step %d only",
+                    step,
+                    self.objects.address,
+                    newest,
+                )
             self.objects.delete(_object_name(step))
-        kept = [self._files(step) for step in steps[-self._keep :]]
+        kept = [self._files(step) for step in steps if step not in removed]
         needed = {digest for files in kept for digest in (files or {}).values()}
         for digest in sorted((self._stored or set()) - needed):
             self.objects.delete(f"{_BLOBS}{digest}")

@@ -322,6 +322,28 @@ def test_shared_files_are_stored_once_and_only_what_is_needed_stays(
     assert objects.names() == ["lease.json"]
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_snapshots_of_a_run_that_was_given_up_do_not_push_out_the_first_ones_of_another(
+    objects: Objects, tmp_path: Path, keep: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers #37260, on a store of objects: the same steps go as of checkpoints on a disk."""
+    given_up = Snapshots(objects, keep=3)
+    for step in (500, 600, 700):
+        given_up.push(step, write(tmp_path / "work", file=str(step)))
+    snapshots = Snapshots(objects, keep=keep)
+    snapshots.push(100, write(tmp_path / "work", file="100"))
+    assert snapshots.latest() == 100
+    assert "snapshot of step 700" in caplog.text
+    assert "is removed: the run is at step 100 only" in caplog.text
+    assert len(objects.names("blobs/")) == 1, "the files of the others go with them"
+    snapshots.push(200, write(tmp_path / "work", file="200"))
+    assert snapshots.pull(tmp_path / "out") == 200
+    assert contents(tmp_path / "out") == {"file": "200"}
+    assert [name for name in objects.names() if name.startswith("snapshot")] == [
+        f"snapshot_000{step}.json" for step in (100, 200)[-keep:]
+    ]
+
+
 def test_a_snapshot_is_whole_or_does_not_exist(objects: Objects, tmp_path: Path) -> None:
     """The object that makes it count comes last."""
     snapshots = Snapshots(objects, keep=2)
