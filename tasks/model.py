@@ -28,7 +28,7 @@ def body(ctx: StageContext) -> None:
     """Build or load the policy, then set aside what its context cannot hold."""
     set_up_torch(ctx.params)
     problems = data.read_problems(layout.IMAGES / "problems.jsonl", layout.IMAGES)
-    policy, source = _policy(ctx.params, problems, ctx.work_dir)
+    policy, source = starting_policy(ctx.params, problems, ctx.work_dir)
     _check_size_multiple(ctx.params, policy)
     kept, set_aside = data.fit(
         problems, _token_counter(ctx.params, policy), ctx.params.model.max_prompt_tokens
@@ -61,7 +61,7 @@ def body(ctx: StageContext) -> None:
     )
 
 
-def _policy(
+def starting_policy(
     params: Params, problems: list[Problem], work_dir: Path
 ) -> tuple[model.Policy, dict[str, str | None]]:
     """The policy and where it came from; the hub's resolved commit is recorded."""
@@ -77,7 +77,9 @@ def _policy(
         )
         processor = small_model.build_processor(small, tokenizer)
         return model.wrap(network, processor), {"path": "built here", "revision": None}
-    directory, revision = model_source.resolve(params.model, work_dir)
+    directory, revision = model_source.resolve(
+        params.model, work_dir, endpoint_url=params.storage.endpoint_url
+    )
     return model.load(params.model, directory), {"path": params.model.path, "revision": revision}
 
 

@@ -48,7 +48,8 @@ class StorageParams(Section):
 
     # s3://BUCKET/PREFIX: DVC's default remote (`polyturn storage`, and any run in a worktree, write it to .dvc/config.local).
     url: Annotated[str, Field(pattern=r"^s3://[^/]+")] | None = None
-    endpoint_url: str | None = None  # of a server other than AWS; also of train.work_uri
+    # Of a server other than AWS; also of train.work_uri and model.path.
+    endpoint_url: str | None = None
 
 
 class DoctorParams(Section):

@@ -15,18 +15,20 @@ from polyturn.policy.model import ModelError
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.jinja")
 
 
-def resolve(params: ModelParams, download_dir: Path) -> tuple[Path, str | None]:
+def resolve(
+    params: ModelParams, download_dir: Path, *, endpoint_url: str | None
+) -> tuple[Path, str | None]:
     """The local directory of `model.path` and, for a hub id, the resolved commit hash.
 
-    A directory is used as it is; s3:// is downloaded with boto3 and a hub id with huggingface_hub, both to
-    `download_dir`, safetensors and text files only.
+    A directory is used as it is; s3:// is downloaded with boto3 from `endpoint_url` (None: AWS) and a hub id with
+    huggingface_hub, both to `download_dir`, safetensors and text files only.
 
     Raises:
         ModelError: nothing is there, or the store or the hub does not deliver it.
     """
     path = cast("str", params.path)
     if path.startswith("s3://"):
-        return _download_s3(path, download_dir), None
+        return _download_s3(path, download_dir, endpoint_url), None
     if (directory := from_checkout(path)).is_dir():
         return directory, None
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -56,7 +58,7 @@ def resolve(params: ModelParams, download_dir: Path) -> tuple[Path, str | None]:
     return Path(snapshot), Path(snapshot).name
 
 
-def _download_s3(uri: str, download_dir: Path) -> Path:
+def _download_s3(uri: str, download_dir: Path, endpoint_url: str | None) -> Path:
     """Files that an earlier download left are removed: the model may have been replaced by one of other shards.
 
     Objects whose name ends with a slash are no files; consoles put them there to show an empty folder.
@@ -66,7 +68,7 @@ def _download_s3(uri: str, download_dir: Path) -> Path:
     target = download_dir / hashlib.sha256(uri.encode()).hexdigest()[:16]
     shutil.rmtree(target, ignore_errors=True)
     try:
-        objects = Objects(uri, endpoint_url=None)
+        objects = Objects(uri, endpoint_url=endpoint_url)
         names = [
             name
             for name in objects.names()
