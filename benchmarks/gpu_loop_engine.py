@@ -6,7 +6,7 @@ import asyncio
 import copy
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -126,18 +126,27 @@ def _of_all_siblings(one: Conversation, group: int) -> Conversation:
 
 def run_engine(url: str, asked: Sequence[Conversation]) -> EngineRun:
     """Send everything at once with the prefix cache empty, and wait; may be called inside of an event loop."""
-    Control(url).flush_cache()
+    return run_engines({url: asked})
+
+
+def run_engines(asked: Mapping[str, Sequence[Conversation]]) -> EngineRun:
+    """The same over several servers at the same time, each with requests of its own, by address."""
+    for url in asked:
+        Control(url).flush_cache()
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(asyncio.run, _run(url, asked)).result()
-    Control(url).flush_cache()
+        run = pool.submit(asyncio.run, _run(asked)).result()
+    for url in asked:
+        Control(url).flush_cache()
     return run
 
 
-async def _run(url: str, asked: Sequence[Conversation]) -> EngineRun:
+async def _run(asked: Mapping[str, Sequence[Conversation]]) -> EngineRun:
     timeout, connector = aiohttp.ClientTimeout(600), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         started = time.monotonic()
-        metas = await asyncio.gather(*(_converse(session, url, one) for one in asked))
+        metas = await asyncio.gather(
+            *(_converse(session, url, one) for url, of_url in asked.items() for one in of_url)
+        )
         seconds = time.monotonic() - started
     told = [meta for of_one in metas for meta in of_one]
     return EngineRun(

@@ -26,10 +26,12 @@ _GRACE_S = 10.0  # between SIGTERM and SIGKILL
 _LOG_TAIL = 2000  # characters of the log in an error
 # The server keeps the ids that it is sent (else it decodes and tokenizes again), and keeps no picture embeddings
 # under keys of its own, which would outlive an update of the vision tower. It leaves the last position of its context
-# empty, and so is given one more than a trajectory has, be it one more than the model has.
+# empty, and so is given one more than a trajectory has, be it one more than the model has. Over several GPUs it starts
+# although the trainer has taken more of one of them.
 ENVIRONMENT = {
     "SGLANG_MM_AVOID_RETOKENIZE": "1",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
 
