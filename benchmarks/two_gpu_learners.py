@@ -17,62 +17,42 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.two_gpu_learners_work import (
-    FULL,
+from benchmarks.ranks import environments, run_together
+from benchmarks.two_gpu_learners_cases import (
     LARGE_EPS,
     LR,
     ONE,
-    QUICK,
     TWO,
     USUAL_EPS,
     Case,
     Run,
     Tensors,
 )
+from benchmarks.two_gpu_learners_gaps import (
+    FLOAT32_LIMIT,
+    NOISE_FACTOR,
+    NUMBERS,
+    WEIGHTS_LIMIT,
+    Gap,
+    bfloat16_agrees,
+    float32_agrees,
+    gap_of,
+    rounded,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOAT32_LIMIT = 1e-4  # relative, of loss and gradient norm
-WEIGHTS_LIMIT = 1e-2  # learning rates
-NOISE_FACTOR = 2.0
 NEARNESS = 1.25  # of the distance from float32 to that of one GPU in bfloat16
 PATIENCE_S = 300.0
-
-
-@dataclass(frozen=True)
-class Gap:
-    """How far a run is from another one.
-
-    `loss`, `grad_norm`: of the first update, relative; `last_loss` of the last. `way`: norm of the difference over
-    norm of the way, all weights together, and `worst_way` of the worst tensor; `mean_weight` and `largest_weight` in
-    learning rates, root mean square and largest.
-    """
-
-    loss: float
-    grad_norm: float
-    last_loss: float
-    way: float
-    cosine: float
-    mean_weight: float
-    worst_way: float
-    worst_tensor: str
-    largest_weight: float
-
-
 TO_FLOAT32 = "bf16-fp32"  # a bfloat16 run held against the float32 run of one process
-NUMBERS = ("loss", "grad_norm", "last_loss", "way", "mean_weight", "worst_way", "largest_weight")
 
 
 def main() -> None:
@@ -89,14 +69,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         start_all(directory, device, is_quick=arguments.quick)
-        runs = read_runs(directory)
+        shape, runs = read_runs(directory)
         result = compare(runs, directory, device)
-    size = QUICK if arguments.quick else FULL
     result |= {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "backend": "nccl" if device == "cuda" else "gloo",
         "torch": torch.__version__,
-        "shape": asdict(size.shape),
+        "shape": shape,
         "lr": LR,
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -130,44 +109,19 @@ def start_all(directory: Path, device: str, *, is_quick: bool) -> None:
     """
     command = [sys.executable, "-m", "benchmarks.two_gpu_learners_work"]
     command += ["--directory", str(directory), "--device", device, *(["--quick"] * is_quick)]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    plain = {
-        name: value for name, value in os.environ.items() if name not in {"RANK", "LOCAL_RANK"}
-    }
-    plain["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pair = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environments = [plain]
-    environments += [
-        {**plain, **pair, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)
-    ]
-    processes = [subprocess.Popen(command, cwd=ROOT, env=one) for one in environments]
-    until = time.monotonic() + PATIENCE_S
-    try:
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes) or time.monotonic() > until:
-                break
-            time.sleep(0.2)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-    codes = [process.returncode for process in processes]
+    (alone,) = environments(1)
+    codes = run_together([(command, one) for one in (alone, *environments(2))], PATIENCE_S)
     if any(codes):
         raise RuntimeError(f"exit codes of the single process and of ranks 0 and 1: {codes}")
 
 
-def read_runs(directory: Path) -> dict[Case, Run]:
-    """What both kinds of processes have run."""
+def read_runs(directory: Path) -> tuple[dict[str, object], dict[Case, Run]]:
+    """The model's shape, and what both kinds of processes have run."""
+    told = [json.loads((directory / f"{name}.json").read_text()) for name in ("one", "two")]
     runs = [
-        Run(**{**told, "case": Case(**told["case"])})
-        for name in ("one", "two")
-        for told in json.loads((directory / f"{name}.json").read_text())
+        Run(**{**run, "case": Case(**run["case"])}) for written in told for run in written["runs"]
     ]
-    return {run.case: run for run in runs}
+    return told[0]["shape"], {run.case: run for run in runs}
 
 
 # -- comparison ----------------------------------------------------------------------------------------------
@@ -295,69 +249,6 @@ def bfloat16(layout: str) -> Case:
 def demanded(rows: Sequence[Row], precision: str) -> list[Row]:
     """The lines that have to be within."""
     return [row for row in rows if row.precision == precision and row.is_within is not None]
-
-
-def float32_agrees(usual: Gap, large: Gap) -> bool:
-    """Loss, norm, and the ways with a large eps to 1e-4; with the usual one the weights on average."""
-    return (
-        max(usual.loss, usual.grad_norm, large.way) <= FLOAT32_LIMIT
-        and usual.mean_weight <= WEIGHTS_LIMIT
-    )
-
-
-def bfloat16_agrees(found: Gap, noise: Gap) -> bool:
-    """Loss, norm and the way of the weights within NOISE_FACTOR times the noise."""
-    return all(
-        getattr(found, name) <= NOISE_FACTOR * getattr(noise, name)
-        for name in ("loss", "grad_norm", "way")
-    )
-
-
-def gap_of(run: Run, ways: Tensors, other: Run, other_ways: Tensors) -> Gap:
-    """How far `run` is from `other`; a tensor that has not moved there is 1 away where it moved here.
-
-    One weight that went 3 and 4 in one run and 3 and 5 in the other: the way is 1 / sqrt(34).
-    """
-    if ways.keys() != other_ways.keys():
-        raise ValueError(f"not the same tensors: {sorted(ways.keys() ^ other_ways.keys())[:4]}")
-    apart = own = theirs = product = largest = 0.0
-    worst, worst_tensor, count = 0.0, "", 0
-    for name, way in ways.items():
-        mine, wanted = way.double(), other_ways[name].double()
-        difference = mine - wanted
-        square = float(difference.square().sum())
-        own_square, wanted_square = float(mine.square().sum()), float(wanted.square().sum())
-        apart += square
-        own += own_square
-        theirs += wanted_square
-        product += float((mine * wanted).sum())
-        count += way.numel()
-        largest = max(largest, float(difference.abs().max()))
-        relative = math.sqrt(square / max(wanted_square, own_square, 1e-300))
-        if relative >= worst:
-            worst, worst_tensor = relative, name
-    return Gap(
-        loss=relative_gap(run.losses[0], other.losses[0]),
-        grad_norm=relative_gap(run.norms[0], other.norms[0]),
-        last_loss=relative_gap(run.losses[-1], other.losses[-1]),
-        way=math.sqrt(apart / theirs),
-        cosine=product / math.sqrt(own * theirs),
-        mean_weight=math.sqrt(apart / count) / LR,
-        worst_way=worst,
-        worst_tensor=worst_tensor,
-        largest_weight=largest / LR,
-    )
-
-
-def relative_gap(one: float, other: float) -> float:
-    """Difference over the size of the second."""
-    return abs(one - other) / abs(other)
-
-
-def rounded(gap: Gap) -> dict[str, object]:
-    """Three digits, of the cosine ten."""
-    told = {name: float(f"{getattr(gap, name):.3g}") for name in NUMBERS}
-    return {**told, "cosine": round(gap.cosine, 10), "worst_tensor": gap.worst_tensor}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,18 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks import shapes
+from benchmarks.two_gpu_learners_cases import (
+    LARGE_EPS,
+    LR,
+    NUM_UPDATES,
+    ONE,
+    TWO,
+    USUAL_EPS,
+    Case,
+    Layout,
+    Run,
+    Tensors,
+)
 from polyturn.envs.base import image_record
 from polyturn.learner.base import Learner
 from polyturn.learner.fsdp import FsdpLearner
@@ -32,10 +44,6 @@ from polyturn.render import Renderer
 from polyturn.types import Message, TrainingSample
 from polyturn.world import World, is_rank, joined
 
-Tensors = dict[str, Tensor]
-NUM_UPDATES = 5
-LR = 1e-4
-USUAL_EPS, LARGE_EPS = 1e-8, 1e-6
 SIBLINGS = 4
 
 
@@ -63,56 +71,8 @@ QUICK = Size(
 )
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A learner and how its ranks share the work."""
-
-    name: str
-    backend: str
-    params: Mapping[str, object] = field(default_factory=dict)
-
-
-ONE = (Layout("FSDP x1", "fsdp"), Layout("Megatron x1", "megatron"))
-TWO = (
-    Layout("FSDP2 x2", "fsdp", {"num_processes": 2}),
-    Layout("Megatron DP2", "megatron", {"num_processes": 2}),
-    Layout("Megatron TP2", "megatron", {"num_processes": 2, "tensor_parallel": 2}),
-    Layout(
-        "Megatron TP2+SP",
-        "megatron",
-        {"num_processes": 2, "tensor_parallel": 2, "sequence_parallel": True},
-    ),
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run. `variant` 0 is the one that is compared; others have other micro-batches and samples in another order."""
-
-    layout: str
-    precision: str
-    eps: float
-    variant: int = 0
-
-    @property
-    def key(self) -> str:
-        """A name for its file."""
-        plain = self.layout.replace(" ", "-")
-        return f"{plain}_{self.precision}_{self.eps:g}_{self.variant}"
-
-
-@dataclass(frozen=True)
-class Run:
-    """Loss of every update and norm of its gradient; the ways of the weights are in the file of the case's key."""
-
-    case: Case
-    losses: Sequence[float]
-    norms: Sequence[float]
-    seconds: float
-
-
 def main() -> None:
-    """Run the layouts of this process; rank 0 (or the only process) writes RUNS.json and the ways."""
+    """Run the layouts of this process; rank 0 (or the only process) writes one.json or two.json and the ways."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
@@ -124,8 +84,8 @@ def main() -> None:
         runs = list(run_all(size, world, arguments.device, arguments.directory))
         if world.is_main:
             name = "two" if is_rank() else "one"
-            told = json.dumps([asdict(run) for run in runs])
-            (arguments.directory / f"{name}.json").write_text(told)
+            told = {"shape": asdict(size.shape), "runs": [asdict(run) for run in runs]}
+            (arguments.directory / f"{name}.json").write_text(json.dumps(told))
 
 
 def prepare(device: str) -> None:
