@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -250,7 +250,7 @@ def spread(urls: Sequence[str], asked: Mapping[str, Conversation]) -> dict[str, 
     return shared
 
 
-def _fresh(asked: Iterator[Conversation] | Sequence[Conversation], key: str) -> list[Conversation]:
+def _fresh(asked: Iterable[Conversation], key: str) -> list[Conversation]:
     return [keyed(one, key) for one in asked]
 
 

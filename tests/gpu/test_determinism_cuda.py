@@ -21,8 +21,8 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 import torch
-from polyturn import model
 from polyturn.determinism import choose_kernels
+from polyturn.policy import model
 from polyturn.replayable import is_replayable
 from tests.unit.loop import Run, changed, loop_params, taught_policy
 

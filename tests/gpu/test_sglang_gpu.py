@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,8 +71,13 @@ def the_params(**sglang: object) -> Params:
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    directory = tmp_path_factory.mktemp("sglang")
-    params = the_params()
+    with opened(tmp_path_factory.mktemp("sglang"), the_params()) as made:
+        yield made
+
+
+@contextmanager
+def opened(directory: Path, params: Params) -> Iterator[Host]:
+    """Policy, learner and server of these params; the server ends with the context."""
     tokenizer = small_model.train_tokenizer(corpus(tiny.problems()), SMALL.vocab_size)
     network = small_model.build_model(SMALL, tokenizer, seed=0, max_positions=4096)
     built = model.wrap(network, small_model.build_processor(SMALL, tokenizer))
@@ -189,6 +195,11 @@ def test_engine_and_learner_agree_on_both_turns_and_a_wrong_picture_shows(host: 
 
 
 def test_new_weights_arrive_over_cuda_ipc_and_are_compared(host: Host):
+    assert_new_weights_arrive(host)
+
+
+def assert_new_weights_arrive(host: Host) -> None:
+    """Replies under changed weights fit the learner's, those under the old ones do not, and digests were compared."""
     push(host, 1)
     old_first, _ = two_turns(host)
     with torch.no_grad():
@@ -237,6 +248,11 @@ def test_memory_is_given_back_and_weights_return(host: Host):
 
 
 def test_a_killed_server_fails_its_replies_and_comes_back(host: Host):
+    assert_a_killed_server_comes_back(host)
+
+
+def assert_a_killed_server_comes_back(host: Host) -> None:
+    """Replies in flight are marked within a minute, and the next push starts a server anew."""
     server = host.sampler.fleet.servers[0]
     assert server.process is not None
 

@@ -50,7 +50,7 @@ class DistributedTransfer:
     def push(self, servers: Sequence[Control], tensors: Named, version: int) -> None:
         """Announce a bucket over HTTP and broadcast its tensors at the same time."""
         if self._group is None or tuple(servers) != self._members:
-            self.close()
+            self.forget()
             self._num_groups += 1
             self._group, self._members = self._join(servers), tuple(servers)
         try:
@@ -114,8 +114,8 @@ class DistributedTransfer:
         return made[0]
 
     def forget(self) -> None:
-        """The group lacks the new server."""
-        self.close()
+        """The group lacks the new server, and has a member that does not end it together with this process."""
+        self._leave(is_broken=True)
 
     def close(self) -> None:
         """Leave the group."""
