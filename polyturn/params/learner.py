@@ -53,7 +53,7 @@ class LearnerParams(Section):
     lr: PositiveFloat = 3e-4
     warmup_steps: NonNegativeInt = 5  # rollout batches
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    decay_steps: PositiveInt = 40  # horizon of the schedule, in rollout batches
+    decay_steps: PositiveInt = 40  # horizon: rollout batches from step 0, the warm-up's among them
     min_lr_fraction: Fraction = 0.1
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     eps: PositiveFloat = 1e-8  # AdamW's, added to the root of the second moment

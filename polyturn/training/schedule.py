@@ -15,7 +15,9 @@ from polyturn.types import Problem
 def lr_scale(step: int, params: LearnerParams) -> float:
     """Fraction of learner.lr at a step (from 0): linear warm-up, then constant, linear or cosine decay.
 
-    The decay ends at min_lr_fraction after decay_steps, whatever train.steps is.
+    The decay is counted from step 0, beside the warm-up, and ends at min_lr_fraction after decay_steps, whatever train.steps
+    is. Without a warm-up this is transformers' get_linear_schedule_with_warmup or get_cosine_schedule_with_warmup; with one
+    theirs begins at 0 in place of 1 / warmup_steps, and decays only from its end on, so that it reaches 1.
     """
     warmup = min(1.0, (step + 1) / max(1, params.warmup_steps))
     if params.schedule == "constant":

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import pytest
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
 
 from polyturn.params import LearnerParams
 from polyturn.training.schedule import draw_more, draw_problems, lr_scale
@@ -27,6 +38,44 @@ def test_cosine_and_constant() -> None:
     assert [lr_scale(step, cosine) for step in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
     constant = LearnerParams(warmup_steps=4, schedule="constant")
     assert [lr_scale(step, constant) for step in (0, 3, 400)] == [0.25, 1.0, 1.0]
+
+
+def rates(schedule: Callable[..., LRScheduler], warmup: int, horizon: int) -> list[float]:
+    """What a schedule of transformers gives a learning rate of 1, from step 0 to the horizon."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = schedule(optimizer, warmup, horizon)
+    found = []
+    for _ in range(horizon + 1):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def constant(optimizer: Optimizer, warmup: int, _: int) -> LRScheduler:
+    return get_constant_schedule_with_warmup(optimizer, warmup)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("linear", get_linear_schedule_with_warmup),
+        ("cosine", get_cosine_schedule_with_warmup),
+        ("constant", constant),
+    ],
+)
+def test_schedules_are_those_of_transformers_but_for_where_the_decay_begins(
+    name: Literal["linear", "cosine", "constant"], theirs: Callable[..., LRScheduler]
+) -> None:
+    """They begin to decay after the warm-up, here it is counted from step 0; the end is the same step."""
+    horizon, count = 40, range(41)
+    params = LearnerParams(schedule=name, warmup_steps=0, decay_steps=horizon, min_lr_fraction=0.0)
+    assert [lr_scale(step, params) for step in count] == pytest.approx(rates(theirs, 0, horizon))
+    warm = params.model_copy(update={"warmup_steps": 5})
+    undecayed = [*rates(constant, 5, horizon)[1:], 1.0]  # the first step is not at a rate of 0
+    plain = rates(theirs, 0, horizon)
+    wanted = [rise * decayed for rise, decayed in zip(undecayed, plain, strict=True)]
+    assert [lr_scale(step, warm) for step in count] == pytest.approx(wanted)
 
 
 def test_the_rate_depends_on_the_step_and_the_horizon_alone() -> None:
