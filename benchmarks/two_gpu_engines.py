@@ -60,6 +60,7 @@ from polyturn.sampler.sglang.weights import DiskTransfer, TensorTransfer, Transf
 PLACES = {"gpu0": range(1), "gpu1": range(1, 2), "both": range(2)}  # a server's GPUs
 BUCKET_BYTES = 2048 * 1_000_000
 START_S = 400.0
+PUSH_S = 60.0  # of one call; a server that a way has broken is given up
 
 
 @dataclass(frozen=True)
@@ -197,16 +198,14 @@ def throughput(bench: Bench) -> dict[str, object]:
     family = bench.policy.family
     settings = wire.WireSettings(family.end_of_turn_id, family.banned_ids, is_seeded=False)
     problems = work.problems(bench.policy, size.prompts, work.SQUARE, 99)
-    sessions = [f"{p}/{s}" for p in range(size.prompts) for s in range(size.siblings)]
-    asked = dict(
-        zip(
-            sessions,
-            first_requests(
-                problems, Renderer(bench.policy), settings, (size.siblings, size.tokens)
-            ),
-            strict=True,
-        )
+    grouped = first_requests(
+        problems, Renderer(bench.policy), settings, (size.siblings, size.tokens)
     )
+    asked = {  # siblings apart, in the order in which polyturn sets out
+        f"{prompt}/{sibling}": grouped[prompt * size.siblings + sibling]
+        for sibling in range(size.siblings)
+        for prompt in range(size.prompts)
+    }
     kinds = contestants(bench)
     with bench.noting("warm-up"):
         run_engines({url: _fresh(asked.values(), "warm") for url in bench.urls.values()})
@@ -304,7 +303,7 @@ def _timed(bench: Bench, way: Way) -> dict[str, object]:
         for parameter in parameters.values():
             parameter.mul_(1.03125)
     dtype = next(iter(parameters.values())).dtype
-    servers = [Server(Control(bench.urls[way.place]))]
+    servers = [Server(Control(bench.urls[way.place], PUSH_S))]
     compared = Fleet(servers, way.transfer, dtype, is_tied=True, hash_tensor=way.hash_tensor)
     plain = Fleet(servers, way.transfer, dtype, is_tied=True, hash_tensor=None)
     first_s, num_compared = _seconds(lambda: compared.update_weights(iter(parameters.items()), 1))
@@ -339,11 +338,11 @@ def main() -> None:
     started = time.monotonic()
     with opened(options) as bench:
         result: dict[str, object] = {}
+        result["throughput"] = throughput(bench)
+        report(bench, result, started)
         if options.weights:
             result["weights"] = weight_updates(bench)
             report(bench, result, started)
-        result["throughput"] = throughput(bench)
-        report(bench, result, started)
     print(f"ended after {time.monotonic() - started:.1f} s")
     sys.exit(1 if bench.errors else 0)
 
