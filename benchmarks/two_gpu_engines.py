@@ -236,7 +236,7 @@ def spread(urls: Sequence[str], asked: Mapping[str, Conversation]) -> dict[str, 
     """Each request with the server that the fleet picks for its session."""
     fleet = Fleet(
         [Server(Control(url)) for url in urls],
-        DiskTransfer(Path(), lambda *_: None),  # pushes nothing here
+        DiskTransfer(Path("/nonexistent"), lambda *_: None),  # pushes nothing here
         torch.float32,
         is_tied=True,
         hash_tensor=None,
