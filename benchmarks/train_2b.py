@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -64,7 +65,14 @@ TINY = Size(shapes.TINY, 2, 24, 64)
 
 
 def main() -> None:
-    """Measure one learner; print its table and RESULT, and write it where --out says."""
+    """Measure what the command line says."""
+    arguments = parse(sys.argv[1:])
+    with joined() as world:
+        run(arguments, world)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--learner", choices=("fsdp", "megatron"), default="fsdp")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", dest="pairs")
@@ -81,7 +89,11 @@ def main() -> None:
     parser.add_argument("--one-s", type=float, help="a step of 16 prompts on one GPU, seconds")
     parser.add_argument("--peer-s", type=float, default=4.72)
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def run(arguments: argparse.Namespace, world: World) -> None:
+    """Measure one learner; rank 0 prints its line and RESULT, and writes it where --out says (collective)."""
     settings = dict(pair.split("=", 1) for pair in arguments.pairs)
     params = LearnerParams.model_validate(
         {
@@ -100,9 +112,8 @@ def main() -> None:
         has_profile=arguments.profile,
         is_tower_replicated=arguments.replicated_tower,
     )
-    with joined() as world:
-        plan.check(world)
-        result = measure(plan, world)
+    plan.check(world)
+    result = measure(plan, world)
     if not world.is_main:
         return
     result["ratio_vs_hf"] = round(arguments.peer_s / result["step_s"], 3)
