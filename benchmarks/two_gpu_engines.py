@@ -165,7 +165,10 @@ def _start_all(bench: Bench, stack: ExitStack) -> None:
 
 def _start(bench: Bench, place: str) -> ServerProcess:
     gpus = PLACES[place]
-    params = bench.params.model_copy(update={"tensor_parallel": len(gpus)})
+    update = "distributed" if place == "gpu1" else "tensor"
+    params = bench.params.model_copy(
+        update={"tensor_parallel": len(gpus), "weight_update": update, "gpu_offset": gpus[0]}
+    )
     log, port = bench.directory / "logs" / f"two_gpu_engines_{place}.log", process.free_port()
     launch = Launch(bench.directory / "model", params.dtype, 4096, gpus, log)
     argv = process.command(launch, params, seed=0, port=port)

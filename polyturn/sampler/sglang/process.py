@@ -34,6 +34,9 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# What NCCL does where nobody says anything. SGLang says 0 to both, and a group whose members see memory in different ways
+# fails or hangs (NovaSky-AI/SkyRL pull request 143 has the error).
+_NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,10 @@ class ServerProcess:
 def environment(params: SglangParams) -> dict[str, str]:
     """What the servers' environment holds beside this process's own."""
     uses_ipc = params.picture_transport == "cuda_ipc"
-    return {**ENVIRONMENT, "SGLANG_USE_CUDA_IPC_TRANSPORT": str(int(uses_ipc))}
+    shared = {}
+    if params.weight_update == "distributed":
+        shared = {name: os.environ.get(name, default) for name, default in _NCCL_DEFAULTS.items()}
+    return {**ENVIRONMENT, "SGLANG_USE_CUDA_IPC_TRANSPORT": str(int(uses_ipc)), **shared}
 
 
 def start(

@@ -680,6 +680,20 @@ def test_a_server_does_not_take_itself_for_a_rank_of_the_trainer(
     assert seen["SGLANG_MM_AVOID_RETOKENIZE"] == "1"
 
 
+def test_a_server_in_a_group_with_the_trainer_has_nccl_settings_like_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """SGLang turns cuMem and NVLS off for itself where nothing is said; SkyRL pull request 143: the sync fails then."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    apart = process.environment(SglangParams(weight_update="distributed", gpu_offset=1))
+    assert (apart["NCCL_CUMEM_ENABLE"], apart["NCCL_NVLS_ENABLE"]) == ("-2", "0")
+    assert "NCCL_CUMEM_ENABLE" not in process.environment(SglangParams())
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    apart = process.environment(SglangParams(weight_update="distributed", gpu_offset=1))
+    assert apart["NCCL_CUMEM_ENABLE"] == "1"
+
+
 def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(tmp_path: Path):
     argv = [sys.executable, "-c", "print('CUDA out of memory'); raise SystemExit(3)"]
     running = process.start(argv, NOBODY, tmp_path / "sglang_0.log")
