@@ -34,6 +34,7 @@ def body(ctx: StageContext) -> None:
 if __name__ == "__main__":
     run_stage("{name}", body)
 """
+FLOW = (sys.executable, "-m", "flows.pipeline")
 _GIT = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
 
 
@@ -147,6 +148,9 @@ def _empty_database() -> bytes:
         command = [sys.executable, "-c", code, f"sqlite:///{path}"]
         subprocess.run(command, check=True, capture_output=True)
         return path.read_bytes()
+
+
+Toy = Callable[..., ToyProject]  # the fixture `toy`
 
 
 def wait_until(

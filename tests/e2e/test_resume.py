@@ -1,20 +1,15 @@
-"""Training that is killed, crippled or spread over processes: the same bytes, or one clear error and a checkpoint."""
+"""Training that is killed, crippled or moved to another machine: the same bytes, or one clear error and a checkpoint."""
 
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import boto3
@@ -25,160 +20,11 @@ from mlflow import MlflowClient
 from safetensors.torch import load_file
 
 from polyturn import layout
-from polyturn.pipeline import workspace
 from tests import s3
+from tests.e2e.training import TRAIN, Outputs, change, outputs, start_and_kill, start_slowly
 from tests.toy_project import ToyProject, wait_until
 
 pytestmark = pytest.mark.slow
-
-TRAIN = (sys.executable, "-m", "tasks.train")
-# Enough of a warm start for tool calls, and a reward that differs between siblings: every step is an update.
-CHANGES = {
-    "warmstart": {
-        "phases": [
-            {
-                "name": "search",
-                "mix": {"search": 0.6, "guess": 0.4},
-                "batch_size": 16,
-                "lr": 5e-3,
-                "warmup_steps": 10,
-                "max_steps": 60,
-                "freeze_vision": True,
-            }
-        ]
-    },
-    "reward": {"terms": [{"term": "plugins.parity:parity", "weight": 1.0}]},
-    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_turns": 3},
-    "train": {"steps": 6, "eval_every": 2, "checkpoint_every": 1},
-}
-# Slow where a test waits for a checkpoint: a later one replaces it, and a step of this run takes 0.2 s.
-PAUSE = "PARITY_PAUSE_S"
-PARITY = f"""
-import os
-import time
-
-def parity(trajectory, problem):
-    time.sleep(float(os.environ.get("{PAUSE}", "0")))
-    return float(int(trajectory.token_ids[trajectory.loss_mask == 1].sum()) % 2)
-"""
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a training run left."""
-
-    policy: Path
-    curve: bytes
-    trajectories: Mapping[str, bytes]
-
-    @property
-    def weights(self) -> bytes:
-        """The bytes of the weights."""
-        return (self.policy / "model.safetensors").read_bytes()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The weights."""
-        return load_file(self.policy / "model.safetensors")
-
-    def tokens(self) -> list[tuple[str, int, int, str, tuple[int, ...]]]:
-        """File, group, sibling, problem and ids of every trajectory."""
-        return [
-            (name, r["group"], r["sibling"], r["problem_id"], tuple(r["token_ids"]))
-            for name, data in self.trajectories.items()
-            for r in map(json.loads, gzip.decompress(data).splitlines())
-        ]
-
-
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> ToyProject:
-    """A copy of the checkout with the tiny recipe, warm started, and trained once without a disturbance."""
-    root = Path(__file__).resolve().parents[2]
-    path = tmp_path_factory.mktemp("resume") / "checkout"
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.check_output(listed, cwd=root, text=True).splitlines():
-        if (root / name).is_file():
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(root / name, path / name)
-    (path / "plugins" / "parity.py").write_text(PARITY)
-    tiny = workspace.compose(path, recipe="tiny", overrides={}).changes
-    workspace.write_params(path, tiny)
-    workspace.write_params(path, CHANGES)
-    subprocess.run(["git", "init", "-q", "-b", "main"], cwd=path, check=True)
-    project = ToyProject(path)
-    project.commit()
-    for name in ("fetch", "images", "model", "warmstart", "train"):
-        result = project.stage(name)
-        assert result.returncode == 0, result.stdout
-    return project
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ready: ToyProject, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    """The outputs of the first training."""
-    return outputs(ready, tmp_path_factory.mktemp("undisturbed"))
-
-
-@pytest.fixture
-def project(ready: ToyProject, undisturbed: Outputs) -> Iterator[ToyProject]:
-    """The checkout; params.yaml and the work directory are put back after the test."""
-    text = (ready.path / layout.PARAMS).read_text()
-    yield ready
-    (ready.path / layout.PARAMS).write_text(text)
-    shutil.rmtree(ready.path / ".polyturn" / "work", ignore_errors=True)
-
-
-def outputs(project: ToyProject, keep: Path) -> Outputs:
-    """Copy and read what the last training left."""
-    for directory in (layout.POLICY, layout.TRAJECTORIES):
-        shutil.copytree(project.path / directory, keep / directory.name)
-    files = sorted((keep / layout.TRAJECTORIES.name).glob("*.gz"))
-    return Outputs(
-        keep / layout.POLICY.name,
-        (project.path / layout.CURVE).read_bytes(),
-        {file.name: file.read_bytes() for file in files},
-    )
-
-
-def change(project: ToyProject, **changes: dict[str, object]) -> None:
-    workspace.write_params(project.path, changes)
-
-
-def work_dir(project: ToyProject) -> Path:
-    """The work directory of the run in progress."""
-    (path,) = [p for p in (project.path / ".polyturn/work/train").iterdir() if p.is_dir()]
-    return path
-
-
-def has_checkpoint(project: ToyProject, step: int) -> bool:
-    pattern = f"*/checkpoints/step_{step:06d}/complete.json"
-    return any((project.path / ".polyturn/work/train").glob(pattern))
-
-
-def start_slowly(project: ToyProject, **env: str) -> subprocess.Popen[str]:
-    """Start a training whose steps take longer than a test needs to see a checkpoint."""
-    return project.start(*TRAIN, **env, **{PAUSE: "0.1"})
-
-
-def start_and_kill(project: ToyProject, *, after_checkpoint: int) -> None:
-    """SIGKILL the whole process group once a checkpoint is complete."""
-    process = start_slowly(project)
-    wait_until(lambda: has_checkpoint(project, after_checkpoint), seconds=120, process=process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-
-
-def assert_close(one: Outputs, other: Outputs) -> None:
-    """The same groups, seeds and tokens; weights and metrics equal but for rounding."""
-    assert one.tokens() == other.tokens()
-    tensors = other.tensors()
-    for name, tensor in one.tensors().items():
-        assert float((tensor - tensors[name]).norm()) <= 1e-4 * float(tensor.norm()), name
-    rows = [list(csv.DictReader(o.curve.decode().splitlines())) for o in (one, other)]
-    for left, right in zip(*rows, strict=True):
-        for key in left.keys() - {"logprob_gap_mean", "logprob_gap_max"}:  # rounding itself
-            assert (left[key] == "") == (right[key] == "")
-            if left[key]:
-                assert float(left[key]) == pytest.approx(float(right[key]), rel=1e-3, abs=1e-6), key
 
 
 def test_training_learns_something_and_uses_its_tools(
@@ -208,87 +54,6 @@ def test_ten_kills_at_seeded_moments_end_at_the_same_bytes_and_history(
     assert result.stdout.count("same bytes") == int(hits[3]) >= 10
 
 
-@pytest.mark.parametrize(
-    "learner",
-    [{}, {"backend": "megatron", "tensor_parallel": 2, "sequence_parallel": True}],
-    ids=["fsdp", "megatron"],
-)
-def test_two_processes_train_as_one_does_and_survive_kills(
-    project: ToyProject, undisturbed: Outputs, tmp_path: Path, learner: dict[str, object]
-) -> None:
-    """DESIGN 7: same groups, seeds and batches, numbers within rounding; and exact on equal processes."""
-    change(project, learner={"num_processes": 2, **learner})
-    result = project.stage("train")
-    assert result.returncode == 0, result.stdout
-    two = outputs(project, tmp_path / "two")
-    assert_close(undisturbed, two)
-    # a rank dies: its error, not a hang
-    process = start_slowly(project)
-    wait_until(lambda: has_checkpoint(project, 2), seconds=120, process=process)
-    os.kill(rank_pid(project, 1), signal.SIGKILL)
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 1, output
-    assert "error: stage train: RankError: rank 1 was ended by SIGKILL" in output
-    assert "Traceback" not in output
-    assert project.runs()["train"][-1] == "FAILED"
-    # the launcher dies, and so do its ranks; the next start goes on
-    process = start_slowly(project)
-    wait_until(lambda: has_checkpoint(project, 4), seconds=120, process=process)
-    os.kill(process.pid, signal.SIGKILL)
-    again = project.stage("train")
-    assert again.returncode == 0, again.stdout
-    process.communicate(timeout=30)  # the pipe is free: nobody of that run lives
-    survived = outputs(project, tmp_path / "survived")
-    assert (survived.weights, survived.trajectories) == (two.weights, two.trajectories)
-    assert survived.curve == two.curve
-
-
-def test_the_agents_of_a_gang_meet_and_train_as_the_ranks_of_one_host_do(
-    project: ToyProject, undisturbed: Outputs, tmp_path: Path
-) -> None:
-    """Two agents on this host, started as a rendered job starts them on two."""
-    gang = {"launcher": "slurm", "launch": {"num_nodes": 2}, "work_uri": str(tmp_path / "shared")}
-    change(project, learner={"num_processes": 2}, train=gang)
-    refused = project.run(*TRAIN)
-    assert refused.returncode == 2
-    assert "train.launcher: slurm is rendered only" in refused.stdout
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        env = {"POLYTURN_RENDEZVOUS": f"127.0.0.1:{probe.getsockname()[1]}"}
-    member = project.start(sys.executable, "-m", "tasks.member", **env, POLYTURN_NODE="1")
-    stage = project.run(*TRAIN, **env)
-    said, _ = member.communicate(timeout=120)
-    assert stage.returncode == 0, stage.stdout + said
-    assert member.returncode == 0, said
-    assert_close(undisturbed, outputs(project, tmp_path / "gang"))
-
-
-def rank_pid(project: ToyProject, rank: int) -> int:
-    """The process of a rank of the run in this checkout."""
-    for entry in Path("/proc").iterdir():
-        try:
-            variables = (entry / "environ").read_bytes().split(b"\0")
-            command = (entry / "cmdline").read_bytes()
-            cwd = (entry / "cwd").resolve()
-        except OSError:
-            continue
-        is_rank = b"tasks.ranks" in command and f"RANK={rank}".encode() in variables
-        if entry.name.isdigit() and is_rank and cwd == project.path:
-            return int(entry.name)
-    raise AssertionError(f"no rank {rank}")
-
-
-def test_a_run_goes_on_with_another_number_of_processes_and_says_so(
-    project: ToyProject, undisturbed: Outputs, tmp_path: Path
-) -> None:
-    start_and_kill(project, after_checkpoint=3)
-    change(project, learner={"num_processes": 2})
-    result = project.stage("train")
-    assert result.returncode == 0, result.stdout
-    assert "was written by 1 ranks and is continued by 2" in result.stdout
-    assert_close(undisturbed, outputs(project, tmp_path))
-
-
 def test_a_full_disk_is_one_error_and_costs_no_checkpoint(
     project: ToyProject, undisturbed: Outputs, tmp_path: Path
 ) -> None:
@@ -316,6 +81,12 @@ def test_a_full_disk_is_one_error_and_costs_no_checkpoint(
     assert project.stage("train").returncode == 0
     assert outputs(project, tmp_path).weights == undisturbed.weights
     (tmp_path / "earlier.db").replace(database)
+
+
+def work_dir(project: ToyProject) -> Path:
+    """The work directory of the run in progress."""
+    (path,) = [p for p in (project.path / ".polyturn/work/train").iterdir() if p.is_dir()]
+    return path
 
 
 def test_a_named_run_goes_on_under_other_code(
@@ -383,6 +154,13 @@ def test_a_second_worker_goes_on_from_a_bucket_where_one_died_with_its_directory
     assert [step for step, _ in history] == list(range(6))
 
 
+def metric_history(project: ToyProject, name: str) -> list[tuple[int, float]]:
+    """Of the newest training run."""
+    run_id = json.loads((project.path / layout.TRAIN_RUN).read_text())["run_id"]
+    client = MlflowClient(f"sqlite:///{project.path}/mlflow.db")
+    return sorted((m.step, m.value) for m in client.get_metric_history(run_id, name))
+
+
 def test_a_worker_that_slept_while_another_took_over_ends_without_a_trace(
     project: ToyProject, undisturbed: Outputs, tmp_path: Path
 ) -> None:
@@ -429,13 +207,6 @@ def feign_another_machine(url: str) -> None:
     lease = client.get_object(Bucket="team", Key=key)["Body"].read()
     changed = lease.replace(b'"machine": "', b'"machine": "another ')
     client.put_object(Bucket="team", Key=key, Body=changed)
-
-
-def metric_history(project: ToyProject, name: str) -> list[tuple[int, float]]:
-    """Of the newest training run."""
-    run_id = json.loads((project.path / layout.TRAIN_RUN).read_text())["run_id"]
-    client = MlflowClient(f"sqlite:///{project.path}/mlflow.db")
-    return sorted((m.step, m.value) for m in client.get_metric_history(run_id, name))
 
 
 def test_a_bucket_that_cannot_be_reached_is_one_line(project: ToyProject) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from polyturn import processes
+from tests.ports import free_ports
 from tests.toy_project import wait_until
 
 ACCESS_KEY, SECRET_KEY = "team", "team-secret"
@@ -30,17 +30,6 @@ _STOP_S = 20.0
 
 class MissingServiceError(RuntimeError):
     """A program that these tests need is not installed; the message names it."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @dataclass

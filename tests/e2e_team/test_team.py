@@ -21,8 +21,9 @@ from polyturn.pipeline import workspace
 from scripts import work_pools
 from tests.e2e_team import team as teams
 from tests.e2e_team.conftest import Inbox
-from tests.e2e_team.services import Service, answers, free_ports
+from tests.e2e_team.services import Service, answers
 from tests.e2e_team.team import FlowRun, Team
+from tests.ports import free_ports
 from tests.toy_project import ToyProject, wait_until
 
 OVERRIDES: Mapping[str, Mapping[str, object]] = {
