@@ -23,7 +23,7 @@ from gpu_loop_engine import (
 )
 from gpu_loop_work import METER
 
-from benchmarks.train_2b import profiled
+from benchmarks.kernels import profiled
 from polyturn import grpo
 from polyturn.params import Params, parse
 from polyturn.policy.model import Policy
