@@ -17,7 +17,7 @@ from polyturn.pipeline.bootstrap import bootstrap
 from tests import s3
 from tests.toy_project import ToyProject, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=1)
 
 # As the real stages leave them: metrics without a path or time, a curve with intervals; both follow from the params.
 TRAIN = """

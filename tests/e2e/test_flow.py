@@ -21,7 +21,7 @@ from polyturn.pipeline.workspace import WorkspaceError
 from tasks.stage import run_dvc_stage
 from tests.toy_project import FLOW, Toy, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=2)
 
 
 def task_lines(output: str) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from polyturn import processes
 from tests.toy_project import FLOW, Toy, ToyProject, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=1)
 
 
 _FAMILY = """

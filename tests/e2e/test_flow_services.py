@@ -19,7 +19,7 @@ from polyturn import processes
 from tests.ports import answers_at, free_ports
 from tests.toy_project import Toy, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=2)
 SERVICES = (sys.executable, "scripts/services.py")
 
 

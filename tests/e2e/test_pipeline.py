@@ -18,7 +18,7 @@ from polyturn.params_tree import merge
 from polyturn.pipeline import workspace
 from tests.toy_project import ToyProject, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=3)
 TRAIN_AGAIN = (
     sys.executable, "-m", "dvc", "repro", "--force", "--no-run-cache", "--single-item", "train",
 )  # fmt: skip

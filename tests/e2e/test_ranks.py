@@ -22,7 +22,7 @@ from tests.e2e.training import (
 from tests.ports import free_ports
 from tests.toy_project import ToyProject, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=4)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests import s3
 from tests.e2e.training import TRAIN, Outputs, change, outputs, start_and_kill, start_slowly
 from tests.toy_project import ToyProject, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=4)
 
 
 def test_training_learns_something_and_uses_its_tools(

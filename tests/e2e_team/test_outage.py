@@ -10,6 +10,7 @@ import pytest
 from tests.e2e_team.team import Team
 from tests.toy_project import ToyProject, wait_until
 
+pytestmark = pytest.mark.slow(minutes=5)
 STEPS = 160
 OUTAGE_S = 120.0
 REWARD = "rollout/raw_reward"

@@ -12,6 +12,7 @@ import pytest
 from tests.e2e_team.team import Team
 from tests.toy_project import ToyProject
 
+pytestmark = pytest.mark.slow(minutes=4)
 STAGES = ("fetch", "images", "model", "warmstart", "train", "evaluate", "register")
 MODEL = "polyturn-tiny"
 SEED = 21  # no other test's: the two runs are scored on one set, which no other run is

@@ -26,6 +26,7 @@ from tests.e2e_team.team import FlowRun, Team
 from tests.ports import free_ports
 from tests.toy_project import ToyProject, wait_until
 
+pytestmark = pytest.mark.slow(minutes=8)
 OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "alice": {"seed": 1},
     "bob": {"seed": 2, "learner.lr": 1e-5},
