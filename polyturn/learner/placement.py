@@ -44,7 +44,7 @@ class Placement:
             lora.add_adapters(policy.model, self.params.lora, seed=seed)
         if self.params.compile:  # inside of what is checkpointed
             fused.compile_modules(sharding.decoder_layers(policy.model))
-            fused.compile_modules(sharding.vision_blocks(policy.model))
+            fused.compile_vision_blocks(sharding.vision_blocks(policy.model))
         if self.params.activation_checkpointing:
             sharding.checkpoint_activations(
                 policy.model, with_vision=not self.params.is_tower_frozen

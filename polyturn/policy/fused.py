@@ -30,6 +30,17 @@ def compile_modules(modules: Iterable[nn.Module]) -> None:
         module.forward = torch.compile(module.forward, dynamic=True)
 
 
+def compile_vision_blocks(blocks: Iterable[nn.Module]) -> None:
+    """The same for blocks of a vision tower, around their attention.
+
+    That one goes through the pictures one by one: compiled, each number of pictures would be a graph of its own.
+    """
+    for block in blocks:
+        attention = cast("nn.Module", block.attn)
+        attention.forward = opaque(attention.forward)
+        compile_modules([block])
+
+
 @functools.cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`function` with its small kernels fused, for any sizes."""

@@ -174,7 +174,7 @@ def _prepare_tower(
         if not is_frozen or params.precision == "float32":
             parameter.data = parameter.data.to(DTYPES[params.precision])
     if params.compile:  # inside of what is checkpointed
-        fused.compile_modules(sharding.vision_blocks(policy.model))
+        fused.compile_vision_blocks(sharding.vision_blocks(policy.model))
     if params.activation_checkpointing and not is_frozen:
         for block in sharding.vision_blocks(policy.model):
             block.forward = functools.partial(

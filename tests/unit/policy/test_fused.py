@@ -6,11 +6,13 @@ import functools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from polyturn.policy import fused
 from polyturn.policy.logprobs import _Score
 from polyturn.policy.model import Policy
 from polyturn.render import Renderer
+from tests.unit import tiny
 from tests.unit.learner.scenarios import gradients, learner_of, samples, update
 
 BANNED = [2, 5]
@@ -74,3 +76,24 @@ def test_a_compiled_learner_gives_the_gradients_of_an_eager_one(
     assert wanted
     for name, gradient in gradients(compiled).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_more_pictures_in_a_micro_batch_are_no_further_graphs(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each graph of a step is seconds of compilation, and the sixteenth of a function was its last."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    fused.compiled.cache_clear()
+    learner = learner_of(policy, compile=True)
+    pictures = [tiny.picture(32, 48, 7 * number) for number in range(6)]
+    graphs = []
+    for count in (2, 3, 4, 6):
+        sample = tiny.training_sample(
+            learner.renderer, 20, images=tuple(pictures[:count]), advantage=1.0
+        )
+        update(learner, [sample], is_on_policy=True)
+        graphs.append(counter.frame_count)
+    fused.compiled.cache_clear()
+    assert graphs[0] > 0
+    assert graphs == [graphs[0]] * 4
