@@ -37,6 +37,10 @@ ENVIRONMENT = {
 # What NCCL does where nobody says anything. SGLang says 0 to both, and a group whose members see memory in different ways
 # fails or hangs (NovaSky-AI/SkyRL pull request 143 has the error).
 _NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
+_OF_RANKS = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+)
 
 
 @dataclass(frozen=True)
@@ -174,12 +178,11 @@ def start(
 
 
 def _inherited() -> dict[str, str]:
-    """This process's environment without its place in a gang: torch would look for the server's ranks at torchrun's agent."""
-    names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    """This process's environment without its place among ranks: torch would look for the server's at torchrun's agent."""
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in names and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+        if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
     }
 
 
