@@ -41,6 +41,24 @@ def read(root: Path) -> list[Row]:
     return rows
 
 
+def scores(root: Path) -> dict[str, float]:
+    """What the evaluation in `root` measured, under the names that its own MLflow run has for it; without one nothing.
+
+    {"test": {"policy": {"greedy": {"accuracy": 0.9}}}} becomes {"test/policy/greedy/accuracy": 0.9}.
+    """
+    path = root / layout.METRICS
+    if not path.is_file():
+        return {}
+    blocks = cast("Mapping[str, object]", json.loads(path.read_text())["test"])
+    return {
+        f"test/{policy}/{decoding}/{name}": value
+        for policy, block in blocks.items()
+        if isinstance(block, Mapping)
+        for decoding, measured in cast("Mapping[str, Mapping[str, float]]", block).items()
+        for name, value in measured.items()
+    }
+
+
 def _reward(path: Path) -> list[Row]:
     with path.open(newline="") as file:
         rewards = [float(row["reward_mean"]) for row in csv.DictReader(file) if row["reward_mean"]]

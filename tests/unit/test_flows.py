@@ -152,6 +152,18 @@ def test_the_plan_says_why_how_long_and_for_how_much() -> None:
     assert table[-1] == "As in the last runs: 90.0 s."
 
 
+def test_a_pipeline_has_the_scores_of_its_evaluation_in_its_own_run(tmp_path: Path) -> None:
+    """Under the names of the evaluation's run: a table of pipelines can be sorted by accuracy without their stages."""
+    assert summary.scores(tmp_path) == {}, "an evaluation is no stage of it, or failed"
+    blocks = {"policy": {"sampled": {"accuracy": 0.9}, "greedy": {"accuracy": 1.0, "pass@1": 1.0}}}
+    (tmp_path / "metrics.json").write_text(json.dumps({"test": {"num_problems": 8, **blocks}}))
+    assert summary.scores(tmp_path) == {
+        "test/policy/sampled/accuracy": 0.9,
+        "test/policy/greedy/accuracy": 1.0,
+        "test/policy/greedy/pass@1": 1.0,
+    }
+
+
 def test_what_travels_between_workers_survives_json() -> None:
     job = StageJob(stage="train", run_name="a", owner="o", branch="b", commit="c", files={"dvc.lock": "é\n"}, env={}, retries=1)  # fmt: skip
     assert StageJob.model_validate_json(job.model_dump_json()) == job
