@@ -6,6 +6,7 @@ trains without ever seeing anything (THUDM/slime #1803: accuracy 7% instead of 3
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ async def _changes(
     builder = load_object(settings.env.build, "env.build")
     requests: list[SampleRequest] = []
     for index, problem in enumerate(problems):
-        tools = prompt_tools(builder, settings.env, problem)
+        tools = await asyncio.to_thread(prompt_tools, builder, settings.env, problem)
         prompt = renderer.prompt(problem.messages, tools)
         seen = SampleRequest(
             f"blind/{index}/seen", prompt.engine_ids, prompt.images, 0, PROBE_TOKENS, 0.0
@@ -132,7 +133,8 @@ def _check_changes(report: BlindReport, limits: RolloutParams) -> None:
     raise BlindModelError(
         f"the policy does not look: its logprobs move by {report.mean_change:.2g} nats on average when the picture "
         f"is replaced by a blank one, rollout.blind_min_change is {limits.blind_min_change:g} ({told}); are the "
-        "vision weights loaded, and do pictures reach the sampler?"
+        "vision weights loaded, and do pictures reach the sampler? (rollout.blind_problems: 0 leaves this probe out, for "
+        "a policy that has not learnt to look yet)"
     )
 
 

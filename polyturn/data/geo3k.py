@@ -1,4 +1,4 @@
-"""Rows in Geometry3K's shape (problem, answer, images) from a directory, .jsonl, .parquet, s3:// or the hub."""
+"""Rows in Geometry3K's shape (problem, answer, images) from a directory, .jsonl, .parquet, .arrow, s3:// or the hub."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from polyturn.data.s3 import ObjectStore, parent_uri
+from polyturn.data.saved import read_arrow, saved_files
 from polyturn.params import DataParams, ImagesParams, ParamsError
 from polyturn.pipeline.checkout import from_checkout
 
@@ -26,7 +27,6 @@ _OTHER_FORMATS = frozenset(
     [
         ".csv",
         ".tsv",
-        ".arrow",
         ".feather",
         ".xlsx",
         ".zip",
@@ -69,7 +69,7 @@ class UnknownSplit:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Rows of local .jsonl and .parquet files; `root` holds relative pictures, `base_url` prefixes them."""
+    """Rows of local .jsonl, .parquet and .arrow files; `root` holds relative pictures, `base_url` prefixes them."""
 
     files: tuple[Path, ...]
     root: Path | None
@@ -179,7 +179,8 @@ def open_geo3k(params: DataParams, images: ImagesParams, work_dir: Path) -> File
 
 
 def dataset_files(directory: Path) -> tuple[Path, ...]:
-    """problems.jsonl, else all .jsonl, else all .parquet files (in data/, or in any folder below), by name.
+    """problems.jsonl, else all .jsonl, else all .parquet files (in data/, or in any folder below), by name, else what
+    `datasets.save_to_disk` wrote.
 
     Raises:
         ParamsError: there is none.
@@ -190,8 +191,13 @@ def dataset_files(directory: Path) -> tuple[Path, ...]:
         files = tuple(sorted(directory.glob(pattern)))
         if files:
             return files
+    if files := saved_files(directory):
+        return files
+    names = sorted(path.name for path in directory.iterdir())
     raise ParamsError(
-        f"data.path: {directory} holds neither problems.jsonl nor .jsonl or .parquet files"
+        f"data.path: {directory} holds neither problems.jsonl nor .jsonl or .parquet files nor what "
+        f"datasets.save_to_disk writes, but {', '.join(names[:5]) or 'nothing'}{', ...' if len(names) > 5 else ''}; "
+        "convert it, or name a file that is one JSON list"
     )
 
 
@@ -215,7 +221,7 @@ def split_of_name(name: str) -> str | None:
 
 
 def read_rows(path: Path) -> Iterator[Mapping[str, object] | LineError]:
-    """Stream the rows of one .jsonl or .parquet file, or read those of a .json list.
+    """Stream the rows of one .jsonl, .parquet or .arrow file, or read those of a .json list.
 
     Raises:
         ParamsError: the file cannot be read at all.
@@ -224,6 +230,9 @@ def read_rows(path: Path) -> Iterator[Mapping[str, object] | LineError]:
         raise ParamsError(
             f"data.path: {path} is a {path.suffix} file; .jsonl, .json (one list) and .parquet are read, so convert it"
         )
+    if path.suffix == ".arrow":
+        yield from read_arrow(path)
+        return
     if path.suffix != ".parquet":
         yield from _read_array(path) if _is_array(path) else _read_lines(path)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from polyturn import directories
@@ -75,12 +75,11 @@ def build_image_store(
         counts = _process(job, ledger, cache, on_row)
         num_shared = ledger.set_aside_shared() if job.dedup_splits else 0
         report = _report(counts, ledger.reasons(), before, num_shared)
-        try:
-            _check(report, job)
-        except TooManyBadRowsError:
-            write_quarantine(job.logs / "quarantine.jsonl", _all_set_aside(before, ledger))
+        if _has_too_many(report, job.images.max_bad_fraction):
+            bad = list(_all_set_aside(before, ledger))
+            write_quarantine(job.logs / "quarantine.jsonl", bad)
             cache.forget_failures()
-            raise
+            raise TooManyBadRowsError(_complaint(report, job, bad))
         _write(job, ledger, before)
     directories.replace(job.work / "out", job.out)
     shutil.rmtree(job.work, ignore_errors=True)
@@ -152,14 +151,20 @@ async def _run_local(job: ImageJob, cache: FetchCache, emit: Emit) -> None:
         )
 
 
-def _check(report: ImageReport, job: ImageJob) -> None:
+def _has_too_many(report: ImageReport, limit: float) -> bool:
     num_bad = report.num_rows - report.num_kept - report.num_shared
-    limit = job.images.max_bad_fraction
-    if num_bad <= limit * report.num_rows and report.num_kept:
-        return
-    raise TooManyBadRowsError(
-        f"{num_bad} of {report.num_rows} rows cannot be used, images.max_bad_fraction is {limit:g}; "
-        f"{job.logs / 'quarantine.jsonl'} lists them. Mend the dataset or raise the limit.\n{report.table()}"
+    return num_bad > limit * report.num_rows or not report.num_kept
+
+
+def _complaint(report: ImageReport, job: ImageJob, bad: Sequence[SetAside]) -> str:
+    """What is wrong, with a row of the most frequent reason: its detail says what to do."""
+    reasons = Counter(row.reason for row in bad)
+    first = max(bad, key=lambda row: reasons[row.reason], default=None)
+    return (
+        f"{report.num_rows - report.num_kept - report.num_shared} of {report.num_rows} rows cannot be used, "
+        f"images.max_bad_fraction is {job.images.max_bad_fraction:g}; {job.logs / 'quarantine.jsonl'} lists them. "
+        f"Mend the dataset or raise the limit.\n{report.table()}"
+        + (f"\nfor example {first.id}: {first.reason}: {first.detail}" if first else "")
     )
 
 

@@ -38,7 +38,7 @@ class DataParams(Section):
     # handed to a "module:attr" source that takes them, load(split, params=...)
     params: dict[str, object] = Field(default_factory=dict)
     path: str | None = (
-        None  # geo3k: directory, .jsonl, .parquet, s3:// URI or Hugging Face dataset id
+        None  # geo3k: directory, .jsonl, .json, .parquet, s3:// URI or Hugging Face dataset id (docs/data.md)
     )
     revision: str | None = None  # pinned revision of a Hugging Face dataset id
     base_url: str | None = None  # prefix that turns relative image paths into URLs

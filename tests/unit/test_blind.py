@@ -97,7 +97,9 @@ class DropsPictures(HfSampler):
 
 def test_an_engine_that_drops_the_pictures_is_blind(policy: Policy) -> None:
     """TOK-03: the picture never reaches the vision encoder (slime #1803)."""
-    with pytest.raises(BlindModelError, match="do pictures reach the sampler"):
+    with pytest.raises(
+        BlindModelError, match=r"do pictures reach the sampler\? \(rollout\.blind_problems: 0"
+    ):
         probe(policy, sampler=DropsPictures(policy, Renderer(policy)))
 
 

@@ -70,6 +70,18 @@ def test_a_run_that_keeps_nothing_fails(web: Web, stage: Stage) -> None:
         stage.run({"a": f"{web.url}/no.png"}, max_bad_fraction=1.0)
 
 
+def test_a_run_that_is_stopped_shows_a_row_of_the_most_frequent_reason(
+    web: Web, stage: Stage
+) -> None:
+    """Its detail is what to do: of a private address, the key that allows it."""
+    own = {name: f"http://127.0.0.2:1/{name}.png" for name in "bc"}
+    with pytest.raises(
+        TooManyBadRowsError,
+        match=r"for example b: blocked_address: .*images\.allow_hosts can name it",
+    ):
+        stage.run({"a": f"{web.url}/missing.png", **own})
+
+
 def test_rows_that_fetch_set_aside_count_and_are_listed(web: Web, stage: Stage) -> None:
     before = SetAside("x", "train", "fetch", "missing_answer", "no answer")
     good = web.add("/a.png", reply(png()))

@@ -236,6 +236,66 @@ def test_all_forms_of_a_dataset_give_the_same_pictures(tmp_path: Path) -> None:
     assert _stored(tmp_path, "splits", path=str(by_split.parent)) == expected
 
 
+def test_a_directory_of_save_to_disk_gives_the_same_pictures(tmp_path: Path) -> None:
+    """With one folder a split, with a split column, and beside the cache of a `map`, which holds no rows of its own."""
+    import datasets  # noqa: PLC0415
+
+    root = tmp_path / "set"
+    rows = _dataset(root)
+    _jsonl(root / "problems.jsonl", rows)
+    expected = _stored(tmp_path, "paths", path=str(root))
+    with_bytes = _bytes_of(rows, root)
+    datasets.Dataset.from_list(with_bytes).save_to_disk(str(tmp_path / "column"))
+    (tmp_path / "column" / "cache-0123456789abcdef.arrow").write_bytes(b"no rows")
+    assert _stored(tmp_path, "column_out", path=str(tmp_path / "column")) == expected
+    decoded = datasets.Sequence(datasets.Image())
+    splits = {
+        split: datasets.Dataset.from_list(
+            [
+                {k: v for k, v in row.items() if k != "split"}
+                for row in with_bytes
+                if row["split"] == split
+            ]
+        ).cast_column("images", decoded)
+        for split in ("train", "val", "test")
+    }
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "folders"))
+    assert _stored(tmp_path, "folders_out", path=str(tmp_path / "folders")) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "arrow", "message"),
+    [
+        ("{}", b"", r"state\.json is none that datasets\.save_to_disk wrote \(KeyError"),
+        (
+            '{"_data_files": [{"filename": "a.arrow"}]}',
+            b"no rows",
+            "a.arrow is not a readable Arrow",
+        ),
+        (
+            '{"_data_files": [{"filename": "gone.arrow"}]}',
+            b"",
+            "gone.arrow is not a readable Arrow",
+        ),
+    ],
+)
+def test_a_damaged_directory_of_save_to_disk_is_one_line(
+    tmp_path: Path, state: str, arrow: bytes, message: str
+) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "state.json").write_text(state)
+    (tmp_path / "set" / "a.arrow").write_bytes(arrow)
+    with pytest.raises(ParamsError, match=message):
+        _write(tmp_path / "raw", source="geo3k", path=str(tmp_path / "set"), **ALL)
+
+
+def test_a_directory_without_rows_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "rows.csv").write_text("problem,answer\n")
+    with pytest.raises(ParamsError, match=r"but rows\.csv; convert it"):
+        _write(tmp_path / "raw", source="geo3k", path=str(tmp_path / "set"), **ALL)
+
+
 def test_a_hub_dataset_is_streamed_with_its_pictures_still_encoded(tmp_path: Path) -> None:
     import datasets  # noqa: PLC0415
 
