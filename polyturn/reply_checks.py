@@ -54,6 +54,9 @@ def _mismatch(reply: Reply, expected: Expected, renderer: Renderer) -> str | Non
     banned = [token for token in reply.token_ids if token in renderer.family.banned_ids]
     if banned:
         return f"the reply has image special tokens {banned[:5]}, which are banned from sampling"
+    ends = [at for at, token in enumerate(reply.token_ids[:-1]) if token in renderer.family.end_ids]
+    if ends:
+        return f"the reply goes on after the end token at {ends[0]} of {num_ids}"
     unknown = [token for token in reply.token_ids if not 0 <= token < renderer.vocab_size]
     if unknown:
         return f"the reply has ids {unknown[:5]}, the model's vocabulary {renderer.vocab_size}"

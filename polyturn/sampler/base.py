@@ -35,7 +35,8 @@ class SampleRequest:
 class Reply:
     """One sampled reply, verbatim.
 
-    `token_ids` end with one of the family's end_ids when finish_reason is "stop"; `logprobs` are those of the sampled
+    `token_ids` end with one of the family's end_ids when finish_reason is "stop", and may when it is "length" (SGLang
+    before pull request 33758 looks at the length first: a reply that ends with its last token is whole); `logprobs` are those of the sampled
     distribution (temperature and bans applied), one per token. `prompt_length` counts the engine's prompt with
     image pads expanded. `error` says why when finish_reason is "error".
     """

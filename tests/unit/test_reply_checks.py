@@ -47,6 +47,17 @@ def test_image_special_tokens_and_unknown_ids_are_no_reply(renderer: Renderer) -
         assert f"[{token}]" in found.message
 
 
+def test_a_reply_that_goes_on_after_its_end_is_none(renderer: Renderer) -> None:
+    """Speculative decoding left what it had drafted behind the end token (sgl-project/sglang#30291, #31569, #33758)."""
+    for end in renderer.family.end_ids:
+        found = objection(replace(GOOD, token_ids=(5, 6, end, 8, 9)), EXPECTED, renderer)
+        assert found is not None
+        assert found.reason is StopReason.TOKEN_MISMATCH
+        assert found.message == "the reply goes on after the end token at 2 of 5"
+        whole = replace(GOOD, token_ids=(5, 6, 7, 8, end))
+        assert objection(whole, EXPECTED, renderer) is None
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_logprobs_that_are_no_numbers_are_the_engines_fault(
     renderer: Renderer, value: float

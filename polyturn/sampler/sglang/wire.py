@@ -76,6 +76,11 @@ def body(
         "top_p": 1.0,
         "top_k": -1,
         "min_p": 0.0,
+        # said all the same: --preferred-sampling-params of a server fill in what a request leaves out
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_new_tokens": 0,
         "max_new_tokens": request.max_new_tokens,
         "stop_token_ids": [settings.stop_id],
         "skip_special_tokens": False,

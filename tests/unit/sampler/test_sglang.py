@@ -134,6 +134,15 @@ def test_image_tokens_are_banned_and_siblings_have_seeds_of_their_own(
     assert lengths == {32}, "/abort_request takes prefixes: rids must have one length"
 
 
+def test_nothing_is_left_to_a_servers_preferred_sampling(server: FakeServer, tmp_path: Path):
+    """Defaults of a server or of generation_config.json bend the distribution that is trained (NVIDIA-NeMo/RL#3497)."""
+    ask(sampler(server, directory=tmp_path), request())
+    sampling = server.bodies[0]["sampling_params"]
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0}
+    penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert sampling.items() >= (neutral | penalties).items()
+
+
 def test_embedding_keys_change_with_a_trained_tower_only(server: FakeServer, tmp_path: Path):
     """The server's cache of picture embeddings survives weight updates."""
     trained = sampler(server, directory=tmp_path)
