@@ -156,16 +156,19 @@ def score(trajectory: Trajectory, problem: Problem, params: RewardParams) -> Rew
     return Reward(total, values, tuple(failures))
 
 
-def check_failures(failures: Sequence[Sequence[str]], params: RewardParams) -> None:
-    """Refuse rewards of which too many have a failed term; `failures` are each reward's.
+def check_failures(
+    failures: Sequence[Sequence[str]], params: RewardParams, *, out_of: int | None = None
+) -> None:
+    """Refuse rewards of which too many have a failed term; `failures` are each reward's, `out_of` how many there will be.
 
     Raises:
         RewardFailureError: it is above reward.max_failure_fraction; the message holds the first cause.
     """
     causes = [own[0] for own in failures if own]
-    if causes and len(causes) / len(failures) > params.max_failure_fraction:
+    count = out_of or len(failures)
+    if causes and len(causes) / count > params.max_failure_fraction:
         raise RewardFailureError(
-            f"reward.max_failure_fraction is {params.max_failure_fraction}, but {len(causes)} of {len(failures)} "
+            f"reward.max_failure_fraction is {params.max_failure_fraction}, but {len(causes)} of {count} "
             f"trajectories could not be graded; the first cause: {causes[0]}"
         )
 

@@ -198,8 +198,12 @@ def _memory_keys(rollout: RolloutParams) -> dict[str, object]:
     }
 
 
-def check_budgets(groups: Sequence[Group], settings: RolloutSettings) -> None:
+def check_budgets(
+    groups: Sequence[Group], settings: RolloutSettings, *, out_of: int | None = None
+) -> None:
     """Refuse groups of which too many trajectories failed, or too many could not be graded.
+
+    `out_of`: how many trajectories there will be, where the groups are those so far.
 
     Raises:
         FailureBudgetError: more trajectories failed than env.max_failure_fraction.
@@ -208,14 +212,14 @@ def check_budgets(groups: Sequence[Group], settings: RolloutSettings) -> None:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     max_fraction = settings.env.max_failure_fraction
     failed = [t for t in trajectories if t.status is Status.FAILED]
-    if len(failed) > max_fraction * len(trajectories):
+    count = out_of or len(trajectories)
+    if len(failed) > max_fraction * count:
         raise FailureBudgetError(
-            f"env.max_failure_fraction is {max_fraction}, but {len(failed)} of {len(trajectories)} trajectories "
+            f"env.max_failure_fraction is {max_fraction}, but {len(failed)} of {count} trajectories "
             f"failed; the first: {failed[0].stop_reason}: {failed[0].error}"
         )
-    check_failures(
-        [t.reward_failures for t in trajectories if t.reward is not None], settings.reward
-    )
+    graded = [t.reward_failures for t in trajectories if t.reward is not None]
+    check_failures(graded, settings.reward, out_of=out_of)
 
 
 def _grade(trajectories: Sequence[Trajectory], params: RewardParams) -> list[Trajectory]:

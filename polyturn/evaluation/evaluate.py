@@ -7,11 +7,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from polyturn.advantage import RESOLUTION
 from polyturn.evaluation.results import ProblemResult, end_of
 from polyturn.evaluation.statistics import bootstrap_interval, pass_at_k
 from polyturn.params import Params
 from polyturn.render import Renderer
-from polyturn.rollout import Draw, RolloutSettings, rollout
+from polyturn.rollout import (
+    Draw,
+    RolloutSettings,
+    attempts_of,
+    check_budgets,
+    rollout_attempts,
+)
 from polyturn.sampler.base import Sampler
 from polyturn.training.metrics import trajectories_of
 from polyturn.types import Group, Problem, Status, Trajectory
@@ -49,15 +56,21 @@ async def evaluate(
 ) -> list[Group]:
     """Try every problem; problems are sampled together in batches, `on_batch` hears how many are done.
 
-    A try's seed depends on plan.seed, the problem's id and the number of the try, and on nothing else.
+    A try's seed depends on plan.seed, the problem's id and the number of the try, and on nothing else. Budgets of
+    failures are of the whole evaluation: it stops once they are spent, and not because the last batch is small.
+
+    Raises:
+        FailureBudgetError, RewardFailureError: see `check_budgets`.
     """
     draw = Draw(plan.seed, plan.samples_per_problem, plan.temperature)
     per_batch = max(1, plan.batch_size // plan.samples_per_problem)
     groups: list[Group] = []
     for first in range(0, len(problems), per_batch):
         chunk = problems[first : first + per_batch]
-        for group in await rollout(chunk, sampler, renderer, settings, draw):
+        attempts = attempts_of(chunk)
+        for group in await rollout_attempts(attempts, sampler, renderer, settings, draw):
             groups.append(Group(first + group.index, group.trajectories))
+        check_budgets(groups, settings, out_of=len(problems) * plan.samples_per_problem)
         on_batch(len(chunk))
     return groups
 
@@ -65,11 +78,12 @@ async def evaluate(
 def is_correct(trajectory: Trajectory) -> bool:
     """Whether a try solved its problem: by the `correctness` term where there is one, else by the whole reward.
 
-    A failed trajectory, which carries no reward, did not.
+    A failed trajectory, which carries no reward, did not. Weights that add up to 1 need not do so in float64
+    (0.7 + 0.2 + 0.1 is below 1).
     """
     if trajectory.reward is None:
         return False
-    return trajectory.reward_terms.get("correctness", trajectory.reward) >= CORRECT
+    return trajectory.reward_terms.get("correctness", trajectory.reward) >= CORRECT - RESOLUTION
 
 
 def summarize(groups: Sequence[Group], plan: EvaluationPlan) -> Mapping[str, float]:

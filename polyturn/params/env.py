@@ -18,8 +18,8 @@ class EnvParams(Section):
     step_timeout_s: PositiveFloat = (
         30.0  # of each call of the environment: build, reset, step, close
     )
-    # fresh attempts at a trajectory whose environment failed, each from its start with seeds of its own
+    # fresh attempts at a trajectory whose environment failed, each from its start with sampling seeds of its own
     retries: NonNegativeInt = 0
     max_failure_fraction: Fraction = (
-        0.1  # of a step's trajectories, after retries; above it the step stops
+        0.1  # of a step's or an evaluation's trajectories, after retries; above it that stops
     )

@@ -91,6 +91,7 @@ async def sample_rounds(parts: Parts, params: Params, step: int, draw: Draw) -> 
 
     Raises:
         ValueError: a filter cannot be imported or failed; the message names its key.
+        FailureBudgetError, RewardFailureError: too many trajectories of the step, of all ranks, failed.
     """
     rules = params.train.dynamic_sampling
     filters = load_filters(rules.filters, _FILTERS)
@@ -107,7 +108,9 @@ async def sample_rounds(parts: Parts, params: Params, step: int, draw: Draw) -> 
         attempts = attempts_of([*drawn, *problems])[len(drawn) :]
         drawn += problems
         rounds += 1
-        for group in await sample(attempts, parts, params, draw):
+        groups = await sample(attempts, parts, params, draw)
+        check_budgets([*sampled, *groups], RolloutSettings.of(params))  # of a step, not of a round
+        for group in groups:
             sampled.append(group)
             reason = refusal(group, filters) or (SURPLUS if len(kept) == wanted else None)
             if reason is None:
@@ -153,15 +156,9 @@ def _draw(
 async def sample(
     attempts: Sequence[Attempt], parts: Parts, params: Params, draw: Draw
 ) -> list[Group]:
-    """Try the problems of a round, each on the rank that owns its group; all groups by index, on every rank.
-
-    Raises:
-        FailureBudgetError, RewardFailureError: too many trajectories of all ranks failed.
-    """
+    """Try the problems of a round, each on the rank that owns its group; all groups by index, on every rank."""
     settings = RolloutSettings.of(params)
     owned = [attempt for attempt in attempts if parts.world.owns(attempt.group_index)]
     with parts.world.together():
         own = await rollout_attempts(owned, parts.sampler, parts.renderer, settings, draw)
-    groups = parts.world.gather(own)
-    check_budgets(groups, settings)
-    return groups
+    return parts.world.gather(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from polyturn.evaluation.statistics import bootstrap_interval
 from polyturn.params import Params
 from polyturn.policy.model import Policy
 from polyturn.render import Renderer
+from polyturn.rollout import FailureBudgetError
 from polyturn.sampler.base import SampleRequest
 from polyturn.training.validation import validate
 from polyturn.types import Group, Message, Problem, StopReason, Trajectory, Turn
@@ -93,6 +95,8 @@ def test_summary_by_hand() -> None:
         (0.1, {"correctness": 0.0, "boxed": 1.0}, False),
         (0.5, {"correctness": 1.0, "boxed": 0.0}, True),
         (1.5, {"correctness": 0.0, "bonus": 1.0}, False),
+        (0.7 + 0.2 + 0.1, {"solved": 1.0, "boxed": 1.0, "short": 1.0}, True),  # 0.9999999999999999
+        (0.999, {}, False),
     ],
 )
 def test_a_try_is_correct_by_the_correctness_term_if_there_is_one(
@@ -135,6 +139,30 @@ def test_every_problem_is_tried_in_order_and_in_batches(renderer: Renderer) -> N
     assert heard == [2, 2]
     assert len(set(asked)) == 16
     assert summarize(groups, PLAN)["accuracy"] == 1.0
+
+
+def test_the_budget_of_failures_is_of_the_whole_evaluation(renderer: Renderer) -> None:
+    """One try of nine fails, alone in the last batch (prime-rl#1448 and SkyRL#1986 lose whole batches to one)."""
+    problems = tiny.problems(9, "validation")
+    plan = replace(PLAN, samples_per_problem=1)
+
+    def failing(*indices: int, budget: float) -> int:
+        env = {
+            "build": "tests.unit.toy_envs:build_talker",
+            "params": {"broken": [problems[index].id for index in indices]},
+            "max_failure_fraction": budget,
+        }
+        sampler = ScriptedSampler(renderer, tiny.saying("\\boxed{1}"))
+        heard: list[int] = []
+        settings = evaluation_settings(tiny.params(env=env))
+        with suppress(FailureBudgetError):
+            asyncio.run(evaluate(problems, sampler, renderer, settings, plan, heard.append))
+        return sum(heard)
+
+    assert failing(8, budget=0.12) == 9
+    assert failing(8, budget=0.1) == 8, "1 of 9 is more"
+    assert failing(0, 1, budget=0.23) == 9, "2 of 9; of the first eight they are a quarter"
+    assert failing(0, 1, budget=0.2) == 0, "no later batch could make it good"
 
 
 def test_seeds_of_an_evaluation_depend_neither_on_batches_nor_on_other_problems(

@@ -187,6 +187,23 @@ def test_the_first_acceptable_groups_by_index_are_kept_however_long_they_take(
     assert [group.index for group in early.kept] == [group.index for group in late.kept]
 
 
+def test_the_budget_of_failures_is_of_the_step_and_not_of_its_last_refill(
+    renderer: Renderer,
+) -> None:
+    """12 problems, 5 a round: the third round has two left, of which one trajectory fails."""
+    chosen = params(filters=[NONZERO_STD], prompts_per_round=5, max_rounds=9)
+    rules = {"prompts_per_step": 5, "group_size": 2, "max_turns": 4, "max_new_tokens": 64}
+    chosen = Params.model_validate(chosen.model_dump() | {"rollout": rules})
+
+    def script(request: SampleRequest, turn: int) -> str:
+        return "bad" if request.session == "11/0" else "box"
+
+    collected = run(renderer, chosen, script=script)
+    assert count(collected, "rounds") == 3
+    failed = [t for g in collected.sampled for t in g.trajectories if t.status is Status.FAILED]
+    assert len(failed) == 1, "1 of 24 is in the budget, 1 of 4 would not be"
+
+
 def test_oversampled_groups_beyond_those_wanted_are_counted(renderer: Renderer) -> None:
     collected = run(renderer, params(prompts_per_round=5))
     assert [group.index for group in collected.sampled] == [0, 1, 2, 3, 4]
