@@ -21,7 +21,7 @@ from polyturn.envs.base import (
     plain_info,
     reset_of,
 )
-from polyturn.envs.call import call
+from polyturn.envs.call import Caller, discard
 from polyturn.params import EnvParams, RolloutParams
 from polyturn.render import Rendered, Renderer
 from polyturn.reply_checks import Expected, objection
@@ -83,6 +83,7 @@ class Episode:
     _stream: TokenStream = field(default_factory=TokenStream)
     _policy_version: int | None = None
     _env_time_s: float = 0.0
+    _caller: Caller = field(default_factory=Caller)
 
     @property
     def is_done(self) -> bool:
@@ -116,14 +117,19 @@ class Episode:
                 self.problem,
                 self.settings.env.params,
                 self.settings.rollout.max_turns,
-                self.seed("env"),
+                self._env_seed(),
             )
-            self.env = cast("Env", await self._call(build, self.settings.build_env, context))
+            built = await self._call(build, self.settings.build_env, context, on_late=discard)
+            self.env = cast("Env", built)
             reset = reset_of(self.env, context.seed)
-            first = first_message(self.env, await self._call(reset)) if reset else None
+            first = (
+                await self._call(first_message, self.env, await self._call(reset))
+                if reset
+                else None
+            )
             tools = cast("Sequence[ToolSchema]", getattr(self.env, "tools", ()) or ())
             self.prompt = Prompt(
-                (*self.problem.messages, *([first] if first else [])),
+                (*self.problem.messages, *([cast("Message", first)] if first else [])),
                 tools if self.settings.env.tools_in_prompt else (),
             )
             self._stream.append(
@@ -166,14 +172,16 @@ class Episode:
         self._policy_version = reply.weight_version
         self._stream.take(reply)
         text = self.settings.renderer.decode(reply.token_ids)
-        if reply.finish_reason == "length":
+        if self._is_cut(reply):
             self._close_turn(reply, text, None, {})
             self.stop_reason = self._limit_reached()
             return
         try:
             observation, is_done, info = await self._step(text)
-            message = None if is_done else observation_message(cast("Env", self.env), observation)
-            shown = self._show(message)
+            message = (
+                None if is_done else await self._call(observation_message, self.env, observation)
+            )
+            shown = self._show(cast("Message | None", message))
         except TimeoutError as error:
             self._close_turn(reply, text, None, {})
             self._fail(StopReason.ENV_TIMEOUT, error)
@@ -196,6 +204,8 @@ class Episode:
             count = self.env_failures.num_close_failures + 1
             self.env_failures = replace(self.env_failures, num_close_failures=count)
             logger.warning("env.close of problem %s failed: %s", self.problem.id, told(error))
+        finally:
+            self._caller.end()
 
     def finish(self) -> Trajectory:
         """Freeze the trajectory."""
@@ -222,6 +232,10 @@ class Episode:
         attempt = ("attempt", self.attempt) if self.attempt else ()
         own = (self.problem.id, self.occurrence, self.sibling, *attempt)
         return derive(self.settings.seed, *own, *path)
+
+    def _env_seed(self) -> int:
+        """The same for all siblings and attempts: an environment that draws its task from it gives them the same one."""
+        return derive(self.settings.seed, self.problem.id, self.occurrence, "env")
 
     # -- streams ----------------------------------------------------------------------------------------------
 
@@ -267,6 +281,12 @@ class Episode:
             limits.max_turn_tokens or limits.max_new_tokens,
         )
 
+    def _is_cut(self, reply: Reply) -> bool:
+        """Whether a limit ended the reply; an engine may say so of one whose very last token is an end token."""
+        end_ids = self.settings.renderer.family.end_ids
+        has_ended = any(token in end_ids for token in reply.token_ids[-1:])
+        return reply.finish_reason == "length" and not has_ended
+
     def _limit_reached(self) -> StopReason:
         is_full = len(self._stream.token_ids) >= self.settings.rollout.max_context_tokens
         return StopReason.MAX_CONTEXT if is_full else StopReason.MAX_NEW_TOKENS
@@ -290,17 +310,23 @@ class Episode:
     async def _step(self, text: str) -> tuple[object, bool, Mapping[str, Json]]:
         answered = await self._call(cast("Env", self.env).step, text)
         if not (isinstance(answered, tuple) and len(cast("tuple[object, ...]", answered)) == 3):
+            size = f" of {len(answered)}" if isinstance(answered, tuple) else ""
             raise TypeError(
-                f"step() must return (observation, done, info), got {type(answered).__name__}"
+                f"step() must return (observation, done, info), got {type(answered).__name__}{size}"
             )
         observation, is_done, info = cast("tuple[object, object, object]", answered)
         return observation, bool(is_done), plain_info(info)
 
-    async def _call(self, method: Callable[..., object], *args: object) -> object:
+    async def _call(
+        self,
+        method: Callable[..., object],
+        *args: object,
+        on_late: Callable[[object], object] | None = None,
+    ) -> object:
         limit = self.settings.env.step_timeout_s
         started = time.perf_counter()
         try:
-            return await call(method, *args, time_limit_s=limit)
+            return await self._caller.call(method, *args, time_limit_s=limit, on_late=on_late)
         except TimeoutError as error:
             said = str(error) or f"no answer within env.step_timeout_s {limit:g}"
             raise TimeoutError(said) from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -22,7 +22,7 @@ from polyturn.envs.base import (
     plain_info,
     reset_of,
 )
-from polyturn.envs.call import call
+from polyturn.envs.call import Caller, discard
 from polyturn.params import EnvParams, Params, RewardParams, RewardTermParams, RolloutParams
 from polyturn.reward import Reward, score
 from polyturn.seeds import derive
@@ -56,6 +56,7 @@ class Game:
     env: EnvParams
     rollout: RolloutParams
     seed: int
+    caller: Caller = field(default_factory=Caller, compare=False, repr=False)
 
 
 def with_env(params: Params, name: str | None) -> Params:
@@ -96,7 +97,13 @@ async def _play(game: Game, screen: Screen) -> Trajectory:
     try:
         env = cast(
             "Env",
-            await _call(game, build, load_object(game.env.build, "env.build"), _context(game)),
+            await _call(
+                game,
+                build,
+                load_object(game.env.build, "env.build"),
+                _context(game),
+                on_late=discard,
+            ),
         )
         await _open(game, env, screen)
         reason = await _turns(game, env, screen, turns)
@@ -112,6 +119,7 @@ async def _play(game: Game, screen: Screen) -> Trajectory:
     finally:
         if close := getattr(env, "close", None):
             await _call(game, close)
+        game.caller.end()
     return _trajectory(game.problem, turns, reason, error)
 
 
@@ -119,9 +127,9 @@ async def _open(game: Game, env: Env, screen: Screen) -> None:
     for message in game.problem.messages:
         _show(message, screen)
     if reset := reset_of(env, _context(game).seed):
-        first = first_message(env, await _call(game, reset))
+        first = await _call(game, first_message, env, await _call(game, reset))
         if first is not None:
-            _show(first, screen)
+            _show(cast("Message", first), screen)
     tools = cast("Sequence[ToolSchema]", getattr(env, "tools", ()) or ())
     for line in tool_lines(tools):
         screen.say(line)
@@ -131,9 +139,9 @@ async def _turns(game: Game, env: Env, screen: Screen, turns: list[Turn]) -> Sto
     while (text := screen.reply(len(turns) + 1)) is not None:
         answered = await _call(game, env.step, text)
         observation, is_done, info = cast("tuple[object, object, object]", answered)
-        message = None if is_done else observation_message(env, observation)
+        message = None if is_done else await _call(game, observation_message, env, observation)
         is_last = len(turns) + 1 >= game.rollout.max_turns
-        shown = None if is_last else message
+        shown = None if is_last else cast("Message | None", message)
         turns.append(Turn((), (), text, shown, plain_info(info)))
         if is_done:
             return StopReason.ENV_DONE
@@ -195,12 +203,18 @@ def grade(trajectory: Trajectory, params: Params) -> Reward | None:
 
 
 def _context(game: Game) -> EnvContext:
-    seed = derive(game.seed, game.problem.id, 0, 0, "env")
+    seed = derive(game.seed, game.problem.id, 0, "env")
     return EnvContext(game.problem, game.env.params, game.rollout.max_turns, seed)
 
 
-async def _call(game: Game, method: object, *args: object) -> object:
-    return await call(method, *args, time_limit_s=game.env.step_timeout_s)  # type: ignore[arg-type]
+async def _call(
+    game: Game,
+    method: Callable[..., object],
+    *args: object,
+    on_late: Callable[[object], object] | None = None,
+) -> object:
+    limit_s = game.env.step_timeout_s
+    return await game.caller.call(method, *args, time_limit_s=limit_s, on_late=on_late)
 
 
 def _trajectory(

@@ -18,11 +18,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFile
 
 from polyturn.data.embedded import embed
 from polyturn.data.normalise import as_shown, to_rgb
 from polyturn.data.urls import decode_data_uri
+from polyturn.envs.call import awaited, discard
 from polyturn.types import ImageRecord, Json, Message, Problem, Role
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def build(builder: Callable[..., object], context: EnvContext) -> Env:
         raise ValueError(
             f"env.build: arguments {unknown} of {builder!r} are unknown; use {sorted(available)}"
         )
-    env = builder(**{p.name: available[p.name] for p in named if p.name in available})
+    env = awaited(builder(**{p.name: available[p.name] for p in named if p.name in available}))
     if not callable(getattr(env, "step", None)):
         raise ValueError(
             f"env.build: {builder!r} returned {type(env).__name__}, which has no step()"
@@ -147,7 +148,10 @@ def prompt_tools(
     if not env.tools_in_prompt:
         return ()
     built = build(builder, EnvContext(problem, env.params))
-    return cast("Sequence[ToolSchema]", getattr(built, "tools", ()) or ())
+    try:
+        return cast("Sequence[ToolSchema]", getattr(built, "tools", ()) or ())
+    finally:
+        discard(built)
 
 
 def observation_message(env: Env, observation: object) -> Message:
@@ -160,7 +164,7 @@ def observation_message(env: Env, observation: object) -> Message:
         ValueError: nothing of these.
     """
     formatter = getattr(env, "format_observation", None)
-    shown = formatter(observation) if callable(formatter) else observation
+    shown = awaited(formatter(observation)) if callable(formatter) else observation
     if isinstance(shown, Message):
         if shown.role not in ("user", "tool"):
             raise ValueError(f"an observation's role must be 'user' or 'tool', got {shown.role!r}")
@@ -188,7 +192,7 @@ def reset_of(env: Env, seed: int) -> Callable[[], object] | None:
 def first_message(env: Env, answered: object) -> Message | None:
     """The chat message of what reset answered, (observation, info) or the observation; None if it shows nothing."""
     shown = cast("tuple[object, ...]", answered)[0] if isinstance(answered, tuple) else answered
-    is_empty = shown is None or shown in ("", {})
+    is_empty = shown is None or (type(shown) in (str, dict) and not shown)
     return None if is_empty else observation_message(env, shown)
 
 
@@ -225,7 +229,8 @@ def _from_mapping(shown: Mapping[str, object]) -> Message:
     pictures = tuple(image_record(picture) for images in given for picture in _as_list(images))
     if "content" in shown:
         return Message(role, (*pictures, *(_part(part) for part in _as_list(shown["content"]))))
-    return Message(role, (*pictures, str(shown.get("obs_str", ""))))
+    text = shown.get("obs_str")
+    return Message(role, (*pictures, "" if text is None else str(text)))
 
 
 def _is_given(value: object) -> bool:
@@ -260,7 +265,8 @@ def image_record(picture: object) -> ImageRecord:
     """A record of a picture that an environment made; on white, RGB, lossless PNG.
 
     Understood are ImageRecord, PIL image, array, the bytes of an image file and a data URI in base64. 16-bit and
-    float pixels are scaled by their range, and files are turned upright and to sRGB, as those of the data set are.
+    float pixels are scaled by their range, and files (also those that PIL has only opened) are turned upright and to
+    sRGB, as those of the data set are.
 
     Raises:
         ValueError: it is none of these, or its pixels are not finite.
@@ -273,6 +279,8 @@ def image_record(picture: object) -> ImageRecord:
         picture = embed(cast("object", picture), "observation").data
     if isinstance(picture, bytes):
         picture = _opened(picture)
+    if isinstance(picture, ImageFile.ImageFile):
+        picture = as_shown(picture)
     if not isinstance(picture, Image.Image):
         raise ValueError(
             "a picture must be an ImageRecord, a PIL image, an array, bytes or a data URI, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -122,6 +123,9 @@ def _then(answer: object, finish: Callable[[object], object]) -> object:
         return finish(answer)
 
     async def later() -> object:
-        return finish(await cast("Awaitable[object]", answer))
+        came = await cast("Awaitable[object]", answer)
+        return await asyncio.to_thread(
+            finish, came
+        )  # which may wait for a coroutine of the same loop
 
     return later()

@@ -7,6 +7,7 @@ import copy
 import functools
 import logging
 import re
+import sqlite3
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -293,6 +294,18 @@ def test_reply_cut_at_its_length_truncates_and_is_not_stepped(renderer: Renderer
     assert trajectory.turns[1].reply_text == "b b b"
 
 
+def test_a_whole_reply_that_the_engine_calls_cut_is_stepped(renderer: Renderer) -> None:
+    """The end token is the last that the limit allows: SGLang says length (sgl-project/sglang#17487, #33758)."""
+    env = Scenes("one", None)
+    whole = renderer.encode_reply("a b")[0]
+    limits = replace_limits(max_turn_tokens=len(whole))
+    script = tiny.saying(Scripted(whole, "length"), "b")
+    trajectory, _ = run(renderer, env, script, limits=limits)
+    assert env.heard == ["a b", "b"]
+    assert trajectory.stop_reason is StopReason.ENV_DONE
+    assert sampled(trajectory) == [*whole, *renderer.encode_reply("b")[0]]
+
+
 def test_budget_of_sampled_tokens_is_over_all_turns(renderer: Renderer) -> None:
     reply = renderer.encode_reply("a b c")[0]
     limits = replace_limits(max_new_tokens=len(reply) + 2, max_turn_tokens=len(reply) + 1)
@@ -382,7 +395,8 @@ class Step:
         # named, as half a surrogate pair in a test's name ends pytest-xdist
         pytest.param(failing(ValueError("\ud83d")), "ValueError: \ud83d", id="surrogate"),
         (lambda _: "ok", r"step\(\) must return \(observation, done, info\), got str"),
-        (lambda _: ("ok", False), "got tuple"),
+        (lambda _: ("ok", False), "got tuple of 2"),
+        (lambda _: ("ok", 0.5, False, False, {}), "got tuple of 5"),  # gymnasium's
         (lambda _: (3, False, {}), "observation must be text, a Message or a mapping, got int"),
         (lambda _: (Message("tool", (tiny.picture(3200, 10),)), False, {}), "aspect ratio must be"),
         (
@@ -521,6 +535,73 @@ def plain(text: str) -> object:
     return asynchronous(lambda _: (None, True, {}))(text)
 
 
+class BoundToItsThread(Scenes):
+    """Holds what only the thread that opened it may use, as browsers, databases and renderers do."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__("one", None)
+        self.database = sqlite3.connect(":memory:")
+        self.closed = False
+
+    def reset(self) -> str:
+        self.database.execute("create table heard (text)")
+        return ""
+
+    def step(self, response_text: str) -> tuple[object, bool, dict[str, object]]:
+        self.database.execute("insert into heard values (?)", [response_text])
+        return super().step(response_text)
+
+    def format_observation(self, observation: object) -> str:
+        (count,) = self.database.execute("select count(*) from heard").fetchone()
+        return f"{observation} {count}"
+
+    def close(self) -> None:
+        self.database.close()
+        self.closed = True
+
+
+def test_all_methods_of_an_environment_run_in_the_thread_that_built_it(renderer: Renderer) -> None:
+    """huggingface/OpenEnv#516, The-AI-Alliance/cube-harness#489: greenlet.error, cannot switch to a different thread."""
+    built: list[BoundToItsThread] = []
+
+    def build(problem: Problem) -> BoundToItsThread:
+        built.append(BoundToItsThread(problem))
+        return built[0]
+
+    trajectory, _ = run(renderer, build, tiny.saying("a", "b"))
+    assert trajectory.stop_reason is StopReason.ENV_DONE, trajectory.error
+    assert trajectory.turns[0].observation == Message("tool", ("one 1",))
+    assert trajectory.env_failures.num_close_failures == 0
+    assert built[0].closed
+
+
+def test_no_thread_of_an_environment_outlives_its_trajectory(renderer: Renderer) -> None:
+    before = threading.active_count()
+    release = threading.Event()
+    run(renderer, Scenes("one", None), tiny.saying("a", "b"))
+    run(renderer, Step(lambda _: release.wait(8)), tiny.saying("a"), timeout_s=0.1)
+    release.set()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_environments_may_be_built_and_formatted_by_coroutines(renderer: Renderer) -> None:
+    class Env(Scenes):
+        async def format_observation(self, observation: object) -> Message:
+            await asyncio.sleep(0)
+            return Message("user", (f"{observation}!",))
+
+    async def build(problem: Problem) -> Env:
+        await asyncio.sleep(0)
+        return Env("one", None)
+
+    trajectory, _ = run(renderer, build, tiny.saying("a", "b"))
+    assert trajectory.stop_reason is StopReason.ENV_DONE, trajectory.error
+    assert trajectory.turns[0].observation == Message("user", ("one!",))
+
+
 @pytest.mark.parametrize(
     "step",
     [
@@ -562,6 +643,31 @@ def test_slow_build_times_out(renderer: Renderer) -> None:
     assert trajectory.stop_reason is StopReason.ENV_TIMEOUT
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_environment_that_is_built_too_late_is_closed(
+    renderer: Renderer, *, is_async: bool
+) -> None:
+    """A sandbox that came after its time was nobody's (PrimeIntellect-ai/verifiers#983, #1381)."""
+    release, closed = threading.Event(), threading.Event()
+
+    class Env(Scenes):
+        async def close_later(self) -> None:
+            closed.set()
+
+        def close(self) -> object:
+            return self.close_later() if is_async else closed.set()
+
+    def build() -> object:
+        release.wait(8)
+        return Env(None)
+
+    trajectory, _ = run(renderer, build, tiny.saying(), timeout_s=0.1)
+    assert trajectory.stop_reason is StopReason.ENV_TIMEOUT
+    assert not closed.is_set()
+    release.set()
+    assert closed.wait(5)
+
+
 def test_slow_reset_times_out(renderer: Renderer) -> None:
     env = Scenes(None)
     env.reset = lambda: time.sleep(1)  # type: ignore[attr-defined]
@@ -578,6 +684,23 @@ def test_empty_first_observation_adds_nothing(renderer: Renderer, empty: object)
     assert sampler.requests[0][0].engine_ids == renderer.prompt(PROBLEM.messages).engine_ids
 
 
+def test_a_first_observation_of_any_type_goes_to_the_format_of_its_environment(
+    renderer: Renderer,
+) -> None:
+    """Gymnasium's are arrays, whose comparison with "" has no truth value."""
+
+    class Gym(Scenes):
+        def reset(self) -> tuple[object, dict[str, object]]:
+            return np.zeros((16, 16, 3), np.uint8), {}
+
+        def format_observation(self, observation: object) -> object:
+            return {"role": "user", "content": "the board", "image": observation}
+
+    trajectory, sampler = run(renderer, Gym(None), tiny.saying("a"))
+    assert trajectory.stop_reason is StopReason.ENV_DONE, trajectory.error
+    assert [(i.width, i.height) for i in sampler.requests[0][0].images][-1] == (16, 16)
+
+
 def test_failing_close_is_only_a_warning(
     renderer: Renderer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -587,6 +710,35 @@ def test_failing_close_is_only_a_warning(
         trajectory, _ = run(renderer, env, tiny.saying("a"))
     assert trajectory.stop_reason is StopReason.ENV_DONE
     assert "cannot close" in caplog.text
+
+
+def test_siblings_and_new_attempts_are_given_the_same_task(renderer: Renderer) -> None:
+    """An environment may draw its task from the seed: a group has one (mll-lab-nu/RAGEN#85, huggingface/trl#6420)."""
+    seeds: dict[str, list[int]] = {"build": [], "reset": []}
+
+    class Env(Scenes):
+        def reset(self, seed: int) -> str:
+            seeds["reset"].append(seed)
+            return ""
+
+    def build(seed: int) -> Env:
+        seeds["build"].append(seed)
+        return Env(None)
+
+    shared = EpisodeSettings(renderer, build, EnvParams(tools_in_prompt=False), LIMITS, 7, 1.0)
+    siblings = [Episode(shared, PROBLEM, 0, sibling) for sibling in range(2)]
+    other = Episode(shared, replace(PROBLEM, id="other"), 1, 0)
+    drawn_again = Episode(shared, PROBLEM, 2, 0, occurrence=1)
+
+    async def play() -> None:
+        for episode in (*siblings, siblings[1].again(), other, drawn_again):
+            await episode.start()
+            await episode.close()
+
+    asyncio.run(play())
+    assert seeds["build"] == seeds["reset"]
+    assert [seed == seeds["reset"][0] for seed in seeds["reset"]] == [True] * 3 + [False] * 2
+    assert len({episode.request().seed for episode in siblings}) == 2
 
 
 def test_seeds_differ_by_turn_and_sibling_only(renderer: Renderer) -> None:

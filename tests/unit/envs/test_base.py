@@ -9,7 +9,7 @@ import types
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from polyturn.envs.base import (
     EnvContext,
@@ -18,7 +18,9 @@ from polyturn.envs.base import (
     image_record,
     load_object,
     observation_message,
+    prompt_tools,
 )
+from polyturn.params import EnvParams
 from polyturn.types import ImageRecord, Message, Problem
 
 SLIME_MODULE = '''
@@ -140,6 +142,7 @@ def picture(mode: str = "RGB", colour: object = (10, 20, 30)) -> Image.Image:
         (Observation("seen", role="user"), "user", 0, "seen"),
         (Observation("", (image_record(picture()),)), "tool", 1, ""),
         ({"obs_str": "seen"}, "user", 0, "seen"),
+        ({"obs_str": None, "image": picture()}, "user", 1, ""),  # and not the word None
         (
             {
                 "obs_str": "seen",
@@ -172,6 +175,29 @@ def test_every_documented_observation_becomes_a_message(
     assert (message.role, len(message.images), message.text) == (expected_role, num_images, text)
     if num_images:
         assert isinstance(message.content[0], ImageRecord), "pictures come first"
+
+
+def test_an_environment_that_only_tells_its_tools_is_closed(problem: Problem) -> None:
+    """One was built for the prompt of every problem (PrimeIntellect-ai/verifiers#983 is of the same kind)."""
+    closed: list[str] = []
+
+    class Env:
+        def __init__(self, how: str) -> None:
+            self.tools = [{"type": "function", "function": {"name": how}}]
+            self._how = how
+
+        def step(self, response_text: str) -> object:
+            raise AssertionError
+
+        def close(self) -> None:
+            closed.append(self._how)
+            if self._how == "fails":
+                raise OSError
+
+    for how in ("closes", "fails"):
+        (tool,) = prompt_tools(lambda how=how: Env(how), EnvParams(), problem)
+        assert tool == {"type": "function", "function": {"name": how}}
+    assert closed == ["closes", "fails"]
 
 
 def _file() -> bytes:
@@ -257,6 +283,19 @@ def test_deep_pixels_are_scaled_and_not_clipped(kind: str, *, as_file: bool) -> 
     row = np.asarray(shown)[0, :, 0]
     assert (row[0], row[-1]) == (0, 255)
     assert abs(int(row[32]) - 130) <= 2
+
+
+def test_a_file_is_upright_whether_it_was_opened_or_not() -> None:
+    """IMG-07 (sgl-project/sglang#33449) where an environment opens the photo itself."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    packed = io.BytesIO()
+    picture().save(packed, "PNG", exif=exif)
+    given = (packed.getvalue(), Image.open(io.BytesIO(packed.getvalue())))
+    sizes = [(record.width, record.height) for record in map(image_record, given)]
+    assert sizes == [(2, 4), (2, 4)]
+    part = Image.open(io.BytesIO(packed.getvalue())).crop((0, 0, 3, 1))
+    assert (image_record(part).width, image_record(part).height) == (3, 1), "the environment's own"
 
 
 def test_pixels_that_are_not_finite_are_refused() -> None:

@@ -167,7 +167,7 @@ def test_no_coroutine_holds_up_or_cancels_the_rollout(
 
 HANGING = """
 import asyncio, time
-from polyturn.envs.call import call
+from polyturn.envs.call import Caller
 async def rude():
     while True:
         try:
@@ -177,7 +177,7 @@ async def rude():
 async def main():
     for method in (lambda: time.sleep(3600), rude):
         try:
-            await call(method, time_limit_s=0.2)
+            await Caller().call(method, time_limit_s=0.2)
         except TimeoutError:
             print("timeout")
 asyncio.run(main())
