@@ -1,7 +1,10 @@
-"""Policies that all unit tests share; they are built once, so a test that changes weights copies them first."""
+"""What all unit tests share: policies, which are built once (a test that changes weights copies them first), and a feigned NFS."""
 
 from __future__ import annotations
 
+import errno
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,3 +38,17 @@ def renderer(policy: Policy) -> Renderer:
     from polyturn.render import Renderer  # noqa: PLC0415
 
     return Renderer(policy)
+
+
+@pytest.fixture
+def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files called `held` are as on NFS while a program reads them: their directory cannot be removed, but renamed."""
+    rmtree = shutil.rmtree
+
+    def refuse(path: Path, ignore_errors: bool = False, **how: object) -> None:
+        if not list(Path(path).rglob("held")):
+            rmtree(path, ignore_errors, **how)
+        elif not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)

@@ -44,19 +44,6 @@ def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return other
 
 
-def hold_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files called `held` are as on NFS while a program reads them: their directory cannot be removed."""
-    rmtree = shutil.rmtree
-
-    def refuse(path: Path, *, ignore_errors: bool = False) -> None:
-        if not list(Path(path).rglob("held")):
-            rmtree(path, ignore_errors=ignore_errors)
-        elif not ignore_errors:
-            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-
-
 def test_a_directory_takes_the_place_of_another_or_of_nothing(tmp_path: Path) -> None:
     out = tmp_path / "artifacts" / "raw"
     for text in ("first", "second"):
@@ -66,11 +53,11 @@ def test_a_directory_takes_the_place_of_another_or_of_nothing(tmp_path: Path) ->
         assert names(out.parent) == ["raw"], "nothing is left beside it"
 
 
+@pytest.mark.usefixtures("nfs")
 def test_one_with_a_file_that_is_held_open_is_replaced_and_stays_aside_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """NFS keeps the file as .nfs*, and rmtree ends with ENOTEMPTY: no reason to throw away what was made."""
-    hold_open(monkeypatch)
     out = made(tmp_path / "raw", "old")
     (out / "held").touch()
     directories.replace(made(tmp_path / "built", "new"), out)

@@ -106,6 +106,18 @@ def test_the_second_run_needs_no_network_and_gives_the_same_bytes(web: Web, stag
     assert second.report.num_cache_hits == 5
 
 
+@pytest.mark.usefixtures("nfs")
+def test_a_picture_that_is_held_open_does_not_keep_the_next_store_from_its_place(
+    web: Web, stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On NFS; the old store stays aside under another name, with a warning."""
+    (stage.run({"a": web.add("/a.png", reply(png(color="red")))}).out / "held").touch()
+    done = stage.run({"b": web.add("/b.png", reply(png(color="blue")))})
+    assert done.kept == ["b"]
+    assert not (done.out / "held").exists()
+    assert "could not be removed: [Errno 39] Directory not empty" in caplog.text
+
+
 def test_one_address_is_fetched_once_and_one_content_stored_once(web: Web, stage: Stage) -> None:
     web.add("/same.png", reply(png()))
     web.add("/copy.png", reply(png()))
