@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if (options.file is None) == (options.reference is None):
         parser.error("give PREDICTION and REFERENCE, or --file")
+    if not 0 <= options.tolerance < math.inf:
+        parser.error(f"--tolerance must be 0 or more, got {options.tolerance:g}")
+    if not 0 < options.timeout_s < math.inf:
+        parser.error(f"--timeout-s must be more than 0, got {options.timeout_s:g}")
     if options.file is None:
         verdict = _grade(
             Case("", options.prediction, options.reference, None, options.needs_box, ""), options
@@ -48,7 +53,10 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_MATCH if verdict.match else EXIT_NO_MATCH
     try:
         cases = list(read_cases(options.file))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        sys.stderr.write(f"polyturn grade: --file {options.file}: {error.strerror or error}\n")
+        return EXIT_USAGE
+    except ValueError as error:
         sys.stderr.write(f"polyturn grade: {error}\n")
         return EXIT_USAGE
     _grade_file(cases, options)

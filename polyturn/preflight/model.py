@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -165,7 +166,7 @@ def labels(site: Site) -> Finding:
     if path is None:
         return Finding("labels", "skipped", "no problems yet: `dvc repro fetch` makes them")
     rows = [cast("Mapping[str, str]", row) for row in read_jsonl(path)]
-    chosen = rows[:: max(1, len(rows) // _MAX_LABELS)]
+    chosen = rows[:: max(1, math.ceil(len(rows) / _MAX_LABELS))]
     wrong = [f"{row['id']}: {row['answer']!r}" for row in chosen if not is_gradable(row["answer"])]
     if wrong:
         return Finding("labels", "failed", f"{len(wrong)} of {len(chosen)} cannot be parsed: {', '.join(wrong[:_SHOWN])}", "`polyturn grade` shows how an answer is read; mend the rows and run `dvc repro fetch`")  # fmt: skip

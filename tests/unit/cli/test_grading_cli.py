@@ -89,12 +89,15 @@ def test_a_bad_line_is_named(line: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "cases.jsonl:2" in capsys.readouterr().err
 
 
-def test_wrong_usage_is_refused() -> None:
-    for arguments in ([], ["5"], ["5", "5", "--file", "x"]):
+def test_wrong_usage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    no_tolerance = [["5", "5", "--tolerance", value] for value in ("-1", "nan", "inf")]
+    no_time = [["5", "5", "--timeout-s", value] for value in ("0", "-1", "nan")]
+    for arguments in ([], ["5"], ["5", "5", "--file", "x"], *no_tolerance, *no_time):
         with pytest.raises(SystemExit) as stop:
             main(arguments)
         assert stop.value.code == 2
     assert main(["--file", "no-such-file.jsonl"]) == 2
+    assert "--file no-such-file.jsonl: No such file" in capsys.readouterr().err
 
 
 def test_a_line_ends_where_json_lines_do(

@@ -519,6 +519,8 @@ def test_labels_that_no_reply_can_match_are_red(tmp_path: Path) -> None:
     assert model.labels(site(tmp_path)).outcome == "skipped"
     problems(tmp_path, "3", r"2\sqrt{3}", "B")
     assert model.labels(site(tmp_path)).detail == "3 of 3 looked at, all can be parsed"
+    problems(tmp_path, *["3"] * 999)
+    assert model.labels(site(tmp_path)).detail == "500 of 999 looked at, all can be parsed"
     problems(tmp_path, "3", "", "2 +")
     finding = model.labels(site(tmp_path))
     assert finding.outcome == "failed"
