@@ -60,6 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand in the current directory; 2 for what the user has to mend."""
+    if arguments is None:
+        _reach_plugins()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["grade"]:
         return _grade(given[1:])  # it has options of its own
@@ -79,6 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _reach_plugins() -> None:
+    """Modules of plugins/ and tasks/ are those of the checkout one stands in, as for the stages (`python -m`): the
+    installed command has its own directory on Python's path instead."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
 
 
 def _add_pairs(parser: argparse.ArgumentParser) -> None:

@@ -36,9 +36,8 @@ def pick(name: str, params: Params, *, split: str) -> Problem:
         number = name.removeprefix(GENERATED).removeprefix(":") or "0"
         if number.isdigit():
             return _generated(int(number), params, split)
-        raise ValueError(
-            f"--problem {name}: no data set is built here (make demo), so it must be a number or {GENERATED}:NUMBER"
-        )
+        why = "" if path else "no data set is built here (make demo), so "
+        raise ValueError(f"--problem {name}: {why}it must be a number or {GENERATED}:NUMBER")
     problems = data.read_problems(path, layout.IMAGES)
     if not name.isdigit():
         found = next((problem for problem in problems if problem.id == name), None)

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,3 +238,32 @@ def test_kitty_gets_the_picture_in_pieces_of_4096() -> None:
 
 def test_iterm_gets_the_picture_in_one_piece() -> None:
     assert terminal.inline(b"abc", "iterm2") == "\x1b]1337;File=inline=1;size=3:YWJj\a"
+
+
+def test_a_plugin_of_the_current_directory_is_found_by_the_installed_command(
+    checkout: Path,
+) -> None:
+    """-P starts Python as a console script does: without the current directory on its path."""
+    (checkout / "plugins").mkdir()
+    (checkout / "plugins" / "__init__.py").touch()
+    (checkout / "plugins" / "own.py").write_text(
+        "class Env:\n"
+        "    def step(self, response_text):\n"
+        "        return f'{response_text} it is', True, {}\n"
+        "def build_env():\n"
+        "    return Env()\n"
+    )
+    command = [sys.executable, "-P", "-m", "polyturn.cli", "play", "--env", "plugins.own:build_env"]
+    done = subprocess.run(
+        command, input="five\n", cwd=checkout, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "completed (env_done) after 1 turns" in done.stdout
+
+
+def test_what_is_wrong_with_a_generated_problem_depends_on_what_is_built(checkout: Path) -> None:
+    with pytest.raises(ValueError, match=r"no data set is built here .* so it must be a number or"):
+        pick("generated:x", PARAMS, split="train")
+    write_jsonl(checkout / layout.PROBLEMS / "problems.jsonl", [])
+    with pytest.raises(ValueError, match="--problem generated:x: it must be a number or generated"):
+        pick("generated:x", PARAMS, split="train")
