@@ -199,7 +199,7 @@ def throughput(bench: Bench) -> dict[str, object]:
     """Every kind in turn, in several rounds; one round before warms all servers up."""
     size = bench.size
     family = bench.policy.family
-    settings = wire.WireSettings(family.end_of_turn_id, family.banned_ids, is_seeded=False)
+    settings = wire.WireSettings(family.end_ids, family.banned_ids, is_seeded=False)
     problems = work.problems(bench.policy, size.prompts, work.SQUARE, 99)
     grouped = first_requests(
         problems, Renderer(bench.policy), settings, (size.siblings, size.tokens)

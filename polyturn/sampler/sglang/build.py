@@ -86,7 +86,7 @@ def sglang_sampler(policy: Policy, params: Params, site: Site, world: World = ON
         raise
     return SglangSampler(
         fleet=fleet,
-        settings=WireSettings(family.end_of_turn_id, family.banned_ids, chosen.deterministic),
+        settings=WireSettings(family.end_ids, family.banned_ids, chosen.deterministic),
         params=chosen,
         is_vision_frozen=params.learner.freeze_vision,
     )

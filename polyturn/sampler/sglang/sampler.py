@@ -230,7 +230,7 @@ class SglangSampler:
         asked = [
             SampleRequest(
                 session=f"probe/{number}",
-                engine_ids=(self.settings.stop_id,) * 4,
+                engine_ids=self.settings.stop_ids[:1] * 4,
                 images=(),
                 seed=derive(0, "probe", number),
                 max_new_tokens=PROBE_TOKENS,

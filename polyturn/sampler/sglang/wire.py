@@ -52,12 +52,12 @@ class WireSettings:
     """What is the same in every request of a run.
 
     Attributes:
-        stop_id: the end-of-turn token.
+        stop_ids: tokens that end a reply, the end-of-turn token first; a server's model directory may name fewer.
         banned_ids: tokens that are never sampled (image tokens).
         is_seeded: whether to send the request's seed; a server without deterministic inference ignores it.
     """
 
-    stop_id: int
+    stop_ids: tuple[int, ...]
     banned_ids: Collection[int]
     is_seeded: bool
 
@@ -82,7 +82,7 @@ def body(
         "frequency_penalty": 0.0,
         "min_new_tokens": 0,
         "max_new_tokens": request.max_new_tokens,
-        "stop_token_ids": [settings.stop_id],
+        "stop_token_ids": list(settings.stop_ids),
         "skip_special_tokens": False,
         "logit_bias": {str(token): BAN for token in sorted(settings.banned_ids)},
     }

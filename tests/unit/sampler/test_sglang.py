@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
@@ -26,7 +27,7 @@ from polyturn.render import Renderer
 from polyturn.rollout import Draw, RolloutSettings, rollout
 from polyturn.sampler.base import Reply, Sampler, SampleRequest
 from polyturn.sampler.hf import HfSampler
-from polyturn.sampler.sglang import build, control, process, wire
+from polyturn.sampler.sglang import build, control, process, wire, wires
 from polyturn.sampler.sglang.broadcast import DistributedTransfer
 from polyturn.sampler.sglang.build import Site, sglang_sampler
 from polyturn.sampler.sglang.checksums import Checksums, is_compared
@@ -78,7 +79,7 @@ def sampler(
         hash_tensor=hash_tensor,
     )
     family = policy.family
-    settings = wire.WireSettings(family.end_of_turn_id, family.banned_ids, is_seeded=True)
+    settings = wire.WireSettings(family.end_ids, family.banned_ids, is_seeded=True)
     made = SglangSampler(fleet, settings, chosen, is_vision_frozen=True)
     MADE.append(made)
     made.update_weights(policy.model.named_parameters(remove_duplicate=False), 0)
@@ -120,6 +121,13 @@ def test_every_request_carries_all_pictures_and_one_pad_each(server: FakeServer,
         assert body["input_ids"].count(pad) == num_images == len(body["mm_hashes"])
         assert all(uri.startswith("data:image/png;base64,") for uri in body["image_data"])
     assert sorted(len(body["image_data"]) for body in server.bodies) == [1, 3]
+
+
+def test_a_reply_ends_at_any_of_the_models_end_tokens():
+    """A server that was given by URL may start from a directory whose generation_config.json names fewer."""
+    settings = wire.WireSettings((5, 9), POLICY.family.banned_ids, is_seeded=True)
+    body = wire.body(request(), settings, wire.PictureUris(), rid="0", tower="")
+    assert cast("dict[str, object]", body["sampling_params"])["stop_token_ids"] == [5, 9]
 
 
 def test_image_tokens_are_banned_and_siblings_have_seeds_of_their_own(
@@ -188,6 +196,20 @@ def test_a_failed_request_is_tried_again(fault: str, server: FakeServer, tmp_pat
     (reply,) = ask(made, request())
     assert reply.finish_reason in ("stop", "length")
     assert made.counts.retries == 1
+
+
+def test_a_connection_that_a_server_may_be_closing_is_not_used_again(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """sgl-project/sglang#20851: connections that were idle for 5 s were reset under the next request."""
+    assert wires.KEEP_ALIVE_S < 5
+    monkeypatch.setattr(wires, "KEEP_ALIVE_S", 0.5)
+    made = sampler(server, directory=tmp_path, deterministic=False)  # nothing was asked yet
+    for pause_s in (0.0, 0.0, 0.8):
+        time.sleep(pause_s)
+        ask(made, request())
+    first, soon, late = server.peers
+    assert first == soon != late
 
 
 def test_retries_have_an_end_and_the_reply_says_why(server: FakeServer, tmp_path: Path):
