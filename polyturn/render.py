@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,26 @@ from polyturn.types import ImageRecord, Json, Message
 # A conversation after which an observation is rendered; it is cut off again after the reply's end token.
 _REPLY = "reply"
 _BEFORE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY})
+_PROBE_TOOL: Mapping[str, Json] = {
+    "type": "function",
+    "function": {"name": "tool_that_is_looked_for", "description": "", "parameters": {}},
+}
+# Qwen's words around the schemas: those of the templates that it gives to its text models and to Qwen3-VL.
+_TOOLS_BEGIN = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+"""
+_TOOLS_END = """
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
 
 
 @dataclass(frozen=True)
@@ -71,12 +92,17 @@ class Renderer:
             raise TemplateError(
                 f"the chat template must end an assistant message with {END_OF_TURN}, got {shown[-40:]!r}"
             )
+        self._shows_tools = True
+        self._shows_tools = self._finds_tools()
         self._encoded: dict[str, tuple[int, ...]] = {}
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] = ()
     ) -> Rendered:
         """The prompt of a problem up to and including the assistant header.
+
+        A chat template that has no place for `tools` (Qwen2.5-VL's) shows them at the end of the system message, in
+        Qwen's words.
 
         Raises:
             TemplateError: the template refuses it, or a text spells a control token, which would end or begin a message.
@@ -223,6 +249,8 @@ class Renderer:
         continues: bool = True,
     ) -> str:
         apply = cast("Callable[..., str]", self._tokenizer.apply_chat_template)
+        if tools and not self._shows_tools:
+            chat, tools = _with_tools(chat, tools), ()
         try:
             return apply(
                 list(chat),
@@ -233,6 +261,30 @@ class Renderer:
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateError(f"the chat template cannot render this: {error}") from error
+
+    def _finds_tools(self) -> bool:
+        """Whether the template writes the tools that it is given; most of those that do not pass over them silently."""
+        try:
+            return "tool_that_is_looked_for" in self._text(_BEFORE, tools=(_PROBE_TOOL,))
+        except TemplateError:
+            return False
+
+
+def _with_tools(
+    chat: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, Json]]
+) -> Sequence[Mapping[str, object]]:
+    """The conversation with the tools at the end of its system message, which it may not have yet."""
+    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    told = f"{_TOOLS_BEGIN}{schemas}{_TOOLS_END}"
+    if not chat or chat[0]["role"] != "system":
+        return [{"role": "system", "content": told}, *chat]
+    said = chat[0]["content"]
+    content = (
+        f"{said}\n\n{told}"
+        if isinstance(said, str)
+        else [*cast("list[object]", said), {"type": "text", "text": f"\n\n{told}"}]
+    )
+    return [{"role": "system", "content": content}, *chat[1:]]
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:

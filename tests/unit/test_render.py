@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import re
 from dataclasses import replace
 
@@ -169,6 +170,41 @@ def test_custom_system_prompt_leaves_observations_whole(policy: Policy) -> None:
     prompt = renderer.decode(renderer.prompt([SYSTEM, QUESTION]).token_ids)
     assert "helpful assistant" not in prompt
     assert "Look at the figure with care." in prompt
+
+
+@pytest.mark.parametrize("system", [None, "text", "picture"])
+def test_a_template_without_a_place_for_tools_shows_them_all_the_same(
+    policy: Policy, system: str | None
+) -> None:
+    """Qwen2.5-VL's passes over them: verl-project/verl#4073, vllm-project/vllm#16797, QwenLM/Qwen3-VL#914, #1093."""
+    renderer = with_template(policy, templates.DEFAULT_SYSTEM)
+    picture = Message("system", (tiny.picture(), "Look here."))
+    messages = {None: [], "text": [SYSTEM], "picture": [picture]}[system]
+    rendered = renderer.prompt([*messages, QUESTION], TOOLS)
+    shown = renderer.decode(rendered.engine_ids)
+    head, _, _ = shown.partition("<|im_end|>")
+    assert head.startswith("<|im_start|>system\n")
+    assert [json.loads(line) for line in head.splitlines() if line.startswith('{"type"')] == list(
+        TOOLS
+    )
+    assert head.endswith('{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>')
+    assert shown.count("<|im_start|>system") == 1
+    assert head.count(messages[0].text if messages else "# Tools") == 1
+    assert len(rendered.images) == len(messages[0].images if messages else ()) + 1
+    without = renderer.decode(renderer.prompt([*messages, QUESTION]).engine_ids)
+    assert "# Tools" not in without
+
+
+def test_a_template_that_shows_tools_shows_them_once(renderer: Renderer) -> None:
+    shown = renderer.decode(renderer.prompt([SYSTEM, QUESTION], TOOLS).engine_ids)
+    assert shown.count('"name": "zoom"') == 1
+    assert "function signatures" not in shown, "in the template's own words"
+
+
+def test_a_template_that_refuses_tools_shows_them_all_the_same(policy: Policy) -> None:
+    refuses = "{%- if tools -%}{{ raise_exception('no tools') }}{%- endif -%}"
+    renderer = with_template(policy, refuses + templates.DEFAULT_SYSTEM)
+    assert '"name": "zoom"' in renderer.decode(renderer.prompt([QUESTION], TOOLS).engine_ids)
 
 
 def test_template_that_strips_thoughts_still_appends(policy: Policy) -> None:
