@@ -16,7 +16,7 @@ from polyturn.render import Renderer
 from polyturn.reward import Reward, check_failures, score
 from polyturn.sampler.base import Sampler
 from polyturn.seeds import SEED_RANGE
-from polyturn.types import Group, Problem, Status, StopReason, Trajectory
+from polyturn.types import Group, Problem, StopReason, Trajectory
 
 ENV_FAILURES = (StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT)
 
@@ -62,7 +62,7 @@ class Attempt:
 
 
 class FailureBudgetError(ValueError):
-    """More trajectories failed than env.max_failure_fraction allows."""
+    """More trajectories failed, or were aborted by their engine, than env.max_failure_fraction allows."""
 
 
 async def rollout(
@@ -201,17 +201,17 @@ def _memory_keys(rollout: RolloutParams) -> dict[str, object]:
 def check_budgets(
     groups: Sequence[Group], settings: RolloutSettings, *, out_of: int | None = None
 ) -> None:
-    """Refuse groups of which too many trajectories failed, or too many could not be graded.
+    """Refuse groups of which too many trajectories failed or were aborted, or too many could not be graded.
 
     `out_of`: how many trajectories there will be, where the groups are those so far.
 
     Raises:
-        FailureBudgetError: more trajectories failed than env.max_failure_fraction.
+        FailureBudgetError: more trajectories have no reward than env.max_failure_fraction.
         RewardFailureError: more gradings failed than reward.max_failure_fraction.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     max_fraction = settings.env.max_failure_fraction
-    failed = [t for t in trajectories if t.status is Status.FAILED]
+    failed = [t for t in trajectories if not t.status.is_rewarded]  # nothing here aborts on purpose
     count = out_of or len(trajectories)
     if len(failed) > max_fraction * count:
         raise FailureBudgetError(

@@ -37,7 +37,7 @@ Script = Callable[[SampleRequest, int], str | Scripted]
 def params(**rules: object) -> Params:
     """Two prompts a step, two siblings, by default every third problem has siblings that differ."""
     return tiny.params(
-        env={"build": "tests.unit.toy_envs:build_talker"},
+        env={"build": "tests.unit.toy_envs:build_talker", "max_failure_fraction": 0.125},
         rollout={"group_size": 2, "max_turns": 4, "max_new_tokens": 64},
         reward={"terms": [{"term": "tests.unit.training.test_collect:differs_for_every_third"}]},
         train={"dynamic_sampling": rules},
