@@ -11,6 +11,10 @@ import aiohttp
 
 T = TypeVar("T")
 
+# A connection that was idle for longer is not used again: the servers close theirs after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE),
+# and a request that meets the closing is lost.
+KEEP_ALIVE_S = 2.0
+
 
 class Wires:
     """A thread that runs a loop with one session; `limit` bounds the requests in flight."""
@@ -41,5 +45,6 @@ class Wires:
 
 async def _session(timeout_s: float) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(timeout_s)
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(timeout_s),
     )

@@ -36,6 +36,7 @@ class FakeServer:
     bodies: list[dict] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    peers: list[object] = field(default_factory=list)  # of each /generate request: its connection
     version: str = "default"
     is_deaf: bool = False  # takes no new weights, but says that it did
     forgets: bool = False  # says that it has no keys and values of earlier turns
@@ -156,6 +157,8 @@ class FakeServer:
         """One reply of the `hf` sampler, in SGLang's words."""
         content = await request.json()
         self.bodies.append(content)
+        assert request.transport is not None
+        self.peers.append(request.transport.get_extra_info("peername"))
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "500":
             return web.json_response({"error": "out of memory"}, status=500)
@@ -166,7 +169,6 @@ class FakeServer:
         if fault in ("429", "503"):
             return web.json_response({"error": "the request queue is full"}, status=int(fault))
         if fault == "disconnect":
-            assert request.transport is not None
             request.transport.close()
             return web.Response()
         if fault == "hang":
