@@ -187,7 +187,7 @@ def demonstrations(
     if kind != "answer" and "label" not in problem.metadata:
         raise ValueError(
             f"warmstart.examples: the kind {kind!r} of polyturn.envs.geo3k:demonstrations needs data.source: "
-            f"synthetic, but problem {problem.id} has no label in its metadata"
+            f"synthetic, but problem {problem.id} has no label in its metadata; the kind 'answer' takes other data too"
         )
     return makers[kind](problem, rng, params)
 

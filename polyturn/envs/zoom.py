@@ -277,7 +277,9 @@ def demonstrations(
     if "label" not in problem.metadata:
         raise ValueError(
             "warmstart.examples: polyturn.envs.zoom:demonstrations needs data.source: synthetic, "
-            f"but problem {problem.id} has no label in its metadata"
+            f"but problem {problem.id} has no label in its metadata; of other data "
+            "polyturn.envs.geo3k:demonstrations imitates the answers (mix: {answer: 1.0}), and warmstart.phases: [] leaves "
+            "the warm start out"
         )
     return makers[kind](problem, rng, params)
 

@@ -154,7 +154,8 @@ def test_the_demonstration_answers_in_a_box() -> None:
     ):
         demonstrations("search", PROBLEM, random.Random(0), {})
     with pytest.raises(
-        ValueError, match=r"needs data.source: synthetic, but problem g1 has no label"
+        ValueError,
+        match=r"needs data.source: synthetic, but problem g1 has no label.*kind 'answer' takes other",
     ):
         demonstrations("retry", PROBLEM, random.Random(0), RETRY)
 

@@ -445,5 +445,7 @@ def test_unknown_kinds_and_foreign_problems_are_refused_with_their_key() -> None
     with pytest.raises(ValueError, match=r"warmstart.phases: .*got 'dance'"):
         demonstrate("dance", 0)
     foreign = Problem("p-1", "train", (Message("user", (coordinates(), "Find x.")),), "12")
-    with pytest.raises(ValueError, match=r"needs data.source: synthetic, but problem p-1"):
+    with pytest.raises(
+        ValueError, match=r"needs data.source: synthetic, but problem p-1.*phases: \[\] leaves"
+    ):
         demonstrations("read", foreign, random.Random(0), PARAMS)
