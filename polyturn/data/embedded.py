@@ -75,8 +75,14 @@ def _from_array(array: npt.NDArray[np.generic]) -> Image.Image:
 def scale_to_bytes(values: npt.NDArray[np.float64], *, integer: bool) -> npt.NDArray[np.uint8]:
     """Scale pixels to 0..255 by their range, never clipping.
 
-    Floats within 0..1 are times 255; integers within 0..255 stay; within 0..65535 they are 16-bit; anything
-    else is stretched from its smallest to its largest value.
+    Floats within 0..1 are times 255; whole numbers within 0..255 stay, also as floats; integers within 0..65535 are
+    16-bit; anything else is stretched from its smallest to its largest value.
+
+    >>> for values in ([0.0, 0.5, 1.0], [10.0, 128.0, 200.0], [-1.0, 0.0, 1.0]):
+    ...     print(scale_to_bytes(np.array(values), integer=False))
+    [  0 128 255]
+    [ 10 128 200]
+    [  0 128 255]
 
     Raises:
         RowError: not_finite.
@@ -84,8 +90,10 @@ def scale_to_bytes(values: npt.NDArray[np.float64], *, integer: bool) -> npt.NDA
     if not np.isfinite(values).all():
         raise RowError("not_finite", "the picture holds NaN or infinite pixels")
     low, high = float(values.min()), float(values.max())
-    if low >= 0 and high <= (255 if integer else 1):
-        scaled = values if integer else values * 255
+    if not integer and low >= 0 and high <= 1:
+        scaled = values * 255
+    elif low >= 0 and high <= 255 and bool((values == np.rint(values)).all()):
+        scaled = values
     elif integer and low >= 0 and high <= 65535:
         scaled = values / 257
     else:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ToolSchema = Mapping[str, Json]
 _IMAGE_KEYS = ("image", "images")
+_TEXT_KEYS = ("obs_str", "content")
 _DATA_URI = re.compile(r"data:image(?:/[\w.+-]+)?;base64,")
 
 
@@ -227,6 +228,11 @@ def _from_mapping(shown: Mapping[str, object]) -> Message:
         held[key] for held in (media, shown) for key in _IMAGE_KEYS if _is_given(held.get(key))
     ]
     pictures = tuple(image_record(picture) for images in given for picture in _as_list(images))
+    if shown and not any(key in shown for key in (*_TEXT_KEYS, *_IMAGE_KEYS, "multi_modal_data")):
+        raise ValueError(
+            "an observation must be text, a Message or a mapping that holds "
+            f"{' or '.join(_TEXT_KEYS)}, got {sorted(map(str, shown))}"
+        )
     if "content" in shown:
         return Message(role, (*pictures, *(_part(part) for part in _as_list(shown["content"]))))
     text = shown.get("obs_str")

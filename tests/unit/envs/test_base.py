@@ -244,6 +244,8 @@ def test_a_picture_is_shown_wherever_an_environment_puts_it(shown: dict[str, obj
         {"obs_str": "x", "multi_modal_data": {"image": ["http://figures.example/a.png"]}},
         {"obs_str": "x", "multi_modal_data": {"<image>": [picture()]}},  # mll-lab-nu/VAGEN#70
         {"obs_str": "x", "multi_modal_data": {"video": np.zeros((2, 4, 4, 3))}},
+        {"text": "a board", "reward": 0.5},  # it was shown as an empty message
+        {"role": "tool"},
     ],
 )
 def test_other_observations_are_refused_with_a_reason(observation: object) -> None:
@@ -296,6 +298,13 @@ def test_a_file_is_upright_whether_it_was_opened_or_not() -> None:
     assert sizes == [(2, 4), (2, 4)]
     part = Image.open(io.BytesIO(packed.getvalue())).crop((0, 0, 3, 1))
     assert (image_record(part).width, image_record(part).height) == (3, 1), "the environment's own"
+
+
+@pytest.mark.parametrize("frame", [np.full((4, 4, 3), 128), np.tile([10, 20, 100], (4, 4, 1))])
+def test_frames_of_bytes_that_became_floats_are_the_same_frames(frame: np.ndarray) -> None:
+    """pytorch/vision#8782, #1175: each was stretched by its own range, and one of one grey became black."""
+    records = [image_record(frame.astype(kind)) for kind in (np.uint8, np.float32, np.float64)]
+    assert records[0] == records[1] == records[2]
 
 
 def test_pixels_that_are_not_finite_are_refused() -> None:
