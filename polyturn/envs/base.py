@@ -7,12 +7,13 @@ An environment is a plain object with `step(response_text) -> (observation, done
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
@@ -116,16 +117,20 @@ def load_object(path: str, key: str) -> Callable[..., object]:
 def build(builder: Callable[..., object], context: EnvContext) -> Env:
     """Call a build function with the arguments it names: problem, params, max_turns, seed, or slime's sample, args.
 
+    What it changes in params or in the problem's metadata is its own: they are copies.
+
     Raises:
         ValueError: it has a required argument of another name, or returns no env.
     """
+    problem = replace(context.problem, metadata=copy.deepcopy(context.problem.metadata))
+    own = replace(context, problem=problem, params=copy.deepcopy(context.params))
     available: dict[str, object] = {
-        "problem": context.problem,
-        "params": context.params,
-        "max_turns": context.max_turns,
-        "seed": context.seed,
-        "sample": SlimeSample(context.problem),
-        "args": SlimeArgs(context),
+        "problem": problem,
+        "params": own.params,
+        "max_turns": own.max_turns,
+        "seed": own.seed,
+        "sample": SlimeSample(problem),
+        "args": SlimeArgs(own),
     }
     wanted = inspect.signature(builder).parameters.values()
     named = [p for p in wanted if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from PIL import ExifTags, Image
 from polyturn.envs.base import (
     EnvContext,
     Observation,
+    SlimeSample,
     build,
     image_record,
     load_object,
@@ -112,6 +115,27 @@ def test_arguments_are_bound_by_name_and_others_are_refused(problem: Problem) ->
         build(lambda problem, wrong: None, EnvContext(problem))
     with pytest.raises(ValueError, match="returned NoneType, which has no step"):
         build(lambda problem: None, EnvContext(problem))
+
+
+def test_an_environment_cannot_change_what_its_siblings_are_built_from(problem: Problem) -> None:
+    """State that one trajectory leaves for the next is of the kind of PrimeIntellect-ai/verifiers#1727, lerobot#4327."""
+    params: dict[str, object] = {"size": 3, "words": ["a"]}
+    row = replace(problem, metadata={"level": ["#"], "metadata": {"tries": 0}})
+    seen: list[object] = []
+
+    def build_env(problem: Problem, params: dict[str, object], sample: SlimeSample) -> object:
+        seen.append(copy.deepcopy((params, problem.metadata, sample.metadata)))
+        params.pop("size")
+        params["words"].append("b")  # type: ignore[attr-defined]
+        problem.metadata["level"].append("@")  # type: ignore[index,union-attr,call-overload]
+        sample.metadata["tries"] = 1
+        return types.SimpleNamespace(step=lambda text: ("", True, {}))
+
+    for _ in range(2):
+        build(build_env, EnvContext(row, params))
+    assert seen[0] == seen[1]
+    assert params == {"size": 3, "words": ["a"]}
+    assert row.metadata == {"level": ["#"], "metadata": {"tries": 0}}
 
 
 @pytest.mark.parametrize(
