@@ -249,9 +249,9 @@ class Renderer:
         continues: bool = True,
     ) -> str:
         apply = cast("Callable[..., str]", self._tokenizer.apply_chat_template)
-        if tools and not self._shows_tools:
-            chat, tools = _with_tools(chat, tools), ()
         try:
+            if tools and not self._shows_tools:
+                chat, tools = _with_tools(chat, tools), ()
             return apply(
                 list(chat),
                 tools=list(tools) or None,

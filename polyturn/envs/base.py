@@ -171,12 +171,14 @@ def observation_message(env: Env, observation: object) -> Message:
     """
     formatter = getattr(env, "format_observation", None)
     shown = awaited(formatter(observation)) if callable(formatter) else observation
-    if isinstance(shown, Message):
-        if shown.role not in ("user", "tool"):
-            raise ValueError(f"an observation's role must be 'user' or 'tool', got {shown.role!r}")
-        return shown
     if isinstance(shown, Observation):
-        return Message(shown.role, (*shown.images, *((shown.text,) if shown.text else ())))
+        shown = Message(shown.role, (*shown.images, *((shown.text,) if shown.text else ())))
+    if isinstance(shown, Message):
+        # An environment may have put a picture of another type there than the annotation says.
+        content = tuple(
+            part if isinstance(part, str) else image_record(part) for part in shown.content
+        )
+        return Message(_role(shown.role), content)
     if isinstance(shown, str):
         return Message("tool", (shown,))
     if isinstance(shown, Mapping):
@@ -221,9 +223,7 @@ def plain_info(info: object) -> dict[str, Json]:
 
 
 def _from_mapping(shown: Mapping[str, object]) -> Message:
-    role = str(shown.get("role") or "user")
-    if role not in ("user", "tool"):
-        raise ValueError(f"an observation's role must be 'user' or 'tool', got {role!r}")
+    role = _role(str(shown.get("role") or "user"))
     media = _as_mapping(shown.get("multi_modal_data"))
     if unknown := [key for key in media if key not in _IMAGE_KEYS and _is_given(media[key])]:
         raise ValueError(
@@ -242,6 +242,12 @@ def _from_mapping(shown: Mapping[str, object]) -> Message:
         return Message(role, (*pictures, *(_part(part) for part in _as_list(shown["content"]))))
     text = shown.get("obs_str")
     return Message(role, (*pictures, "" if text is None else str(text)))
+
+
+def _role(name: str) -> Role:
+    if name not in ("user", "tool"):
+        raise ValueError(f"an observation's role must be 'user' or 'tool', got {name!r}")
+    return name
 
 
 def _is_given(value: object) -> bool:

@@ -125,8 +125,8 @@ def discard(env: object) -> None:
         close = getattr(env, "close", None)
         if callable(close):
             awaited(close())
-    except Exception:  # nothing depends on it any more
-        logger.warning("an environment that is not used could not be closed", exc_info=True)
+    except Exception as error:  # nothing depends on it any more
+        logger.warning("an environment that is not used could not be closed: %r", error)
 
 
 async def _in_env_loop(start: Callable[[], Awaitable[object]]) -> object:

@@ -257,12 +257,28 @@ def test_a_picture_is_shown_wherever_an_environment_puts_it(shown: dict[str, obj
 
 
 @pytest.mark.parametrize(
+    "shown", [picture(), np.asarray(picture()), _file()], ids=["PIL", "array", "file"]
+)
+def test_a_picture_of_an_observation_may_be_of_any_type(shown: object) -> None:
+    """Also where a record is declared: another type was left out without a word (mll-lab-nu/VAGEN#70)."""
+    record = image_record(picture())
+    for given, expected in (
+        (Observation("seen", (shown,)), (record, "seen")),  # type: ignore[arg-type]
+        (Message("tool", ("see", shown, "seen")), ("see", record, "seen")),  # type: ignore[arg-type]
+    ):
+        message = observation_message(types.SimpleNamespace(), given)  # type: ignore[arg-type]
+        assert message == Message("tool", expected)
+
+
+@pytest.mark.parametrize(
     "observation",
     [
         None,
         5,
         {"role": "assistant", "obs_str": "x"},
         Message("assistant", ("x",)),
+        Observation("x", role="assistant"),
+        Observation("x", (5,)),  # type: ignore[arg-type]
         {"content": [{"type": "video"}]},
         {"content": [None]},
         {"obs_str": "x", "multi_modal_data": {"image": ["http://figures.example/a.png"]}},
