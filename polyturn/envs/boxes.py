@@ -24,7 +24,8 @@ def read_box(value: Json, unit: Unit, picture: ImageRecord) -> Box:
     """A box [left, top, right, bottom] in thousandths of the picture's sides (Qwen3-VL) or in its pixels (Qwen2.5-VL).
 
     Raises:
-        BoxError: it is no list of four finite numbers with left < right and top < bottom inside the picture.
+        BoxError: it is no list of four finite numbers with left < right and top < bottom inside the picture,
+            or is written in fractions of its sides.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 4:
         raise BoxError("The box must be a list of four numbers.")
@@ -39,13 +40,18 @@ def read_box(value: Json, unit: Unit, picture: ImageRecord) -> Box:
     if not (
         all(0 <= n <= right_edge for n in (left, right))
         and all(0 <= n <= bottom_edge for n in (top, bottom))
-    ):
+    ) or _as_fractions(numbers):
         raise BoxError(
             f"The picture goes from 0 to {right_edge} across and from 0 to {bottom_edge} down."
         )
     if not (left < right and top < bottom):
         raise BoxError("left must be less than right, and top less than bottom.")
     return left / right_edge, top / bottom_edge, right / right_edge, bottom / bottom_edge
+
+
+def _as_fractions(numbers: Sequence[float]) -> bool:
+    """Whether a box within 0..1 has parts of one: taken at its word it was the corner, with no sign of an error."""
+    return all(0 <= n <= 1 for n in numbers) and any(0 < n < 1 for n in numbers)
 
 
 def pixel_box(box: Box, width: int, height: int) -> tuple[int, int, int, int]:

@@ -201,6 +201,21 @@ def test_no_number_breaks_the_reading_of_a_box(bad: float, place: int) -> None:
             read_box(box, unit, coordinates())
 
 
+@pytest.mark.parametrize("unit", ["pixels", "thousandths"])
+@pytest.mark.parametrize("box", [[0.1, 0.2, 0.5, 1.0], [0, 0, 1, 0.5], [0.25, 0.25, 0.75, 0.75]])
+def test_a_box_in_fractions_is_told_what_the_picture_goes_to(unit: str, box: list[float]) -> None:
+    """It was shown the top left corner for it, as if it had looked (TIGER-AI-Lab/Pixel-Reasoner#23).
+
+    It is not guessed to mean the part either: a small box of whole numbers is none in fractions (kdr/overcast#23).
+    """
+    for tool, key in (("zoom", "box"), ("image_zoom_in_tool", "bbox_2d")):
+        zoom = env(box_unit=unit, tool=tool)
+        text, images, info = seen(zoom, call(json.dumps({key: box, "label": "it"}), tool))
+        assert images == ()
+        assert info["error"]
+        assert "The picture goes from 0 to" in text
+
+
 def test_a_box_in_pixels_is_of_the_picture_that_the_call_names() -> None:
     zoom = env(box_unit="pixels")
     _, (crop,), info = seen(zoom, call('{"box": [20, 30, 120, 70]}'))
