@@ -15,6 +15,7 @@ from polyturn.pipeline.code_history import CodeChange, code_change
 Change = str | Mapping[str, object]
 Kind = Literal["param", "code", "dep", "out", "command"]
 Lock = Mapping[str, object]  # a stage's entry in dvc.lock
+_PLUGINS = "plugins"  # the user's own code: a dep as a whole of each stage that may load some of it
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def _of_path(root: Path, kind: str, path: str, how: object, lock: Lock) -> Itera
         yield from _param_reasons(root, path, cast("Mapping[str, object]", how), lock)
     elif kind == "changed outs":
         yield Reason("out", path, str(how))
+    elif path == _PLUGINS:  # DVC has one digest for all of it, so no commit can be named
+        yield Reason("code", path, f"{how} (a file in it is new, changed or gone)")
     elif path.endswith(".py"):
         yield _code_reason(code_change(root, path, _digest(lock, path)), str(how))
     else:

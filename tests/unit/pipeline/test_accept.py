@@ -61,6 +61,21 @@ def test_outputs_stay_after_a_harmless_edit_and_the_reason_is_kept(project: ToyP
     assert accepted.tags(project.path) == {"accepted.one": f"a comment (by ada, {commit})"}
 
 
+def test_a_new_plugin_is_code(project: ToyProject) -> None:
+    """Another environment in plugins/ makes all stages stale that load user code, long trainings among them."""
+    (project.path / "plugins").mkdir()
+    (project.path / "plugins" / "__init__.py").touch()
+    graph = yaml.safe_load((project.path / "dvc.yaml").read_text())
+    graph["stages"]["one"]["deps"].append("plugins")
+    (project.path / "dvc.yaml").write_text(yaml.safe_dump(graph, sort_keys=False))
+    assert project.run("dvc", "repro", "one").returncode == 0
+    (project.path / "plugins" / "another.py").write_text("")
+    result = project.run(*ACCEPT, "one", "--reason", "nothing loads it")
+    assert result.returncode == 0, result.stdout
+    assert "one: outputs kept after edits of plugins" in result.stdout
+    assert "Running stage" not in project.run("dvc", "repro", "one").stdout
+
+
 def test_an_acceptance_says_nothing_of_outputs_that_a_run_has_made(project: ToyProject) -> None:
     edit(project, "# a comment\n")
     assert project.run(*ACCEPT, "one", "--reason", "a comment").returncode == 0
