@@ -64,6 +64,12 @@ def run_stage(name: str, body: Body) -> NoReturn:
     Exit codes: 0; 2 for what the user has to mend (not worth a retry); 1 for any other failure;
     143 or 130 when ended by SIGTERM or SIGINT. The outcome also goes to `status_file(name)`.
     """
+    if given := sys.argv[1:]:
+        sys.stderr.write(
+            f"error: stage {name}: takes no arguments, got {' '.join(given)}; its values are those of {layout.PARAMS} "
+            "(`polyturn use --set KEY=VALUE`)\n"
+        )
+        raise SystemExit(failure.USER_ERROR)
     try:
         log_to(layout.STATE / "logs" / f"{name}.log")
     except OSError as error:

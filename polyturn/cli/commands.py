@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyturn import environment, login
+from polyturn import __version__, environment, login
 from polyturn.cli import pipeline as cli_pipeline
 from polyturn.cli import registry as cli_registry
 
@@ -20,6 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="polyturn", description="Multi-turn reinforcement learning of vision-language models."
     )
+    parser.add_argument("--version", action="version", version=f"polyturn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, about: str) -> argparse.ArgumentParser:

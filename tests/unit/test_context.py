@@ -48,6 +48,17 @@ def test_a_stage_that_ends_well_records_status_time_and_run(toy: Toy) -> None:
     assert project.runs() == {"good": ["FINISHED"]}
 
 
+@pytest.mark.parametrize("argument", ["--help", "train.steps=3"])
+def test_a_stage_that_is_given_arguments_does_not_run(toy: Toy, argument: str) -> None:
+    """It would ignore them, and write over what an earlier run has made."""
+    project = toy(good="pass")
+    result = project.run(sys.executable, "-m", "tasks.good", argument)
+    assert result.returncode == 2
+    line = f"error: stage good: takes no arguments, got {argument}; its values are those of params"
+    assert line in result.stdout
+    assert not (project.path / ".polyturn").exists()
+
+
 @pytest.mark.parametrize(
     ("body", "exit_code", "line"),
     [

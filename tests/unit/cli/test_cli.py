@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import polyturn
 from polyturn import layout, params
 from polyturn.cli import commands as cli
 from polyturn.data.files import write_jsonl
@@ -68,6 +69,13 @@ def test_a_mistake_is_one_line_and_exit_code_two(
 @pytest.mark.parametrize(("answer", "code"), [("5", 0), ("6", 1)])
 def test_grade_hands_its_arguments_on(answer: str, code: int) -> None:
     assert cli.main(["grade", answer, "5"]) == code
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        cli.main(["--version"])
+    assert ending.value.code == 0
+    assert capsys.readouterr().out == f"polyturn {polyturn.__version__}\n"
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
