@@ -11,7 +11,6 @@ from typing import Protocol, cast
 
 import pyarrow.parquet as pq
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 
 from polyturn.data.s3 import ObjectStore, parent_uri
 from polyturn.data.saved import read_arrow, saved_files
@@ -103,7 +102,9 @@ def hub_commit(name: str, revision: str | None) -> str:
     """
     try:
         sha = HfApi().dataset_info(name, revision=revision, timeout=_HUB_TIMEOUT_S).sha
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except (
+        Exception
+    ) as error:  # of whichever HTTP client the hub's library has: requests, httpx, httpx2
         raise _hub_error(name, revision, error) from None
     return sha or revision or "main"
 
@@ -111,7 +112,8 @@ def hub_commit(name: str, revision: str | None) -> str:
 def _hub_error(name: str, revision: str | None, error: Exception) -> ParamsError:
     return ParamsError(
         f"data.path: Hugging Face dataset {name!r} at revision {revision!r} cannot be opened "
-        f"({type(error).__name__}: {str(error)[:200]}); is it a local path that does not exist?"
+        f"({type(error).__name__}: {str(error)[:200]}); check the id, data.revision and the network, or is it a local "
+        "path that does not exist?"
     )
 
 
@@ -145,7 +147,7 @@ class HubSource:
             stream = datasets.load_dataset(
                 self.name, split=own, revision=self.revision, streaming=True
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # as above
             raise _hub_error(self.name, self.revision, error) from None
         yield from cast("_HubDataset", stream).decode(False)
 
@@ -168,7 +170,10 @@ def open_geo3k(params: DataParams, images: ImagesParams, work_dir: Path) -> File
         return FileSource(dataset_files(path), path, params.base_url)
     if path.is_file():
         return FileSource((path,), path.parent, params.base_url)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", params.path) and path.suffix not in (".jsonl", ".parquet"):
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", params.path) and path.suffix not in (
+        ".jsonl",
+        ".parquet",
+    ):
         return HubSource(
             params.path, hub_commit(params.path, params.revision), base_url=params.base_url
         )

@@ -202,6 +202,8 @@ def blind_model(site: Site) -> Finding:
         report = asyncio.run(blind.check(rows, sampler, renderer, settings, seed=site.params.seed))
     except blind.BlindModelError as error:
         return Finding(name, "failed", f"{found[0]}: {error}", "see rollout.blind_min_change")
+    except FileNotFoundError as error:  # images ran again, with other data
+        return Finding(name, "failed", f"{layout.PROBLEMS} names a picture that is not there any more: {error.filename}", "`dvc repro model` makes it anew")  # fmt: skip
     finally:
         sampler.close()
     if report is None:

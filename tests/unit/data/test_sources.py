@@ -329,6 +329,9 @@ def test_a_hub_dataset_is_pinned_to_a_commit(web: Web, monkeypatch: pytest.Monke
     assert hub_commit("someone/geo", "v1") == "0" * 40
     with pytest.raises(ParamsError, match=r"data.path: Hugging Face dataset 'someone/none'"):
         hub_commit("someone/none", "v1")
+    monkeypatch.setattr("polyturn.data.geo3k.HfApi", lambda: HfApi(endpoint="http://127.0.0.1:9"))
+    with pytest.raises(ParamsError, match=r"\(Connect.*data\.revision and the network"):
+        hub_commit("someone/geo", "v1")
 
 
 def test_urls_under_a_foreign_base_copy_nothing(tmp_path: Path) -> None:
@@ -461,6 +464,8 @@ def test_a_dataset_without_a_usable_row_stops_the_run(tmp_path: Path) -> None:
         ({"source": "geo3k"}, "data.path"),
         ({"source": "geo3k", "path": "no/such/dir/x"}, "data.path"),
         ({"source": "geo3k", "path": "gone.jsonl"}, "data.path"),
+        ({"source": "geo3k", "path": "../gone"}, "data.path: '../gone' is neither a file nor"),
+        ({"source": "geo3k", "path": "./gone"}, "data.path: './gone' is neither a file nor"),
         ({"source": "imagenet"}, "data.source"),
         ({"source": "no_such_module:load"}, "data.source"),
         ({"source": "polyturn.data.synthetic:nothing"}, "data.source"),

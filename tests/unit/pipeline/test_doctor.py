@@ -14,9 +14,12 @@ import pytest
 
 from polyturn import layout
 from polyturn.cli import commands as cli
+from polyturn.data.files import write_jsonl
+from polyturn.data.problems import problem_row
 from polyturn.objects import Objects
 from polyturn.params import ParamsError, TrackingParams, parse
 from polyturn.pipeline import doctor
+from polyturn.policy import model as policy_model
 from polyturn.policy.small_model import CHAT_TEMPLATE
 from polyturn.preflight import machine, model, services, versions
 from polyturn.preflight.finding import Finding, Site
@@ -26,6 +29,7 @@ from polyturn.report import data
 from polyturn.tracking import store
 from tasks import failure, preflight
 from tests import s3
+from tests.unit import tiny
 
 
 def site(root: Path, **changes: object) -> Site:
@@ -525,6 +529,18 @@ def test_labels_that_no_reply_can_match_are_red(tmp_path: Path) -> None:
     finding = model.labels(site(tmp_path))
     assert finding.outcome == "failed"
     assert finding.detail.startswith("2 of 3 cannot be parsed: r1: '', r2: '2 +'")
+
+
+def test_the_probe_of_sight_needs_the_pictures_that_problems_name(tmp_path: Path) -> None:
+    """`dvc repro images` with other data takes away those of the problems that an earlier run has left."""
+    assert model.blind_model(site(tmp_path)).outcome == "skipped"
+    policy_model.save(tiny.qwen3(), tmp_path / layout.POLICY)
+    (problem,) = tiny.problems(1)
+    write_jsonl(tmp_path / layout.PROBLEMS / "problems.jsonl", [problem_row(problem)])
+    finding = model.blind_model(site(tmp_path))
+    assert (finding.outcome, finding.fix) == ("failed", "`dvc repro model` makes it anew")
+    assert "names a picture that is not there any more" in finding.detail
+    assert problem.images[0].sha256 in finding.detail
 
 
 # -- the command, and the start of training -------------------------------------------------------------------
