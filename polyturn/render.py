@@ -23,7 +23,8 @@ _PROBE_TOOL: Mapping[str, Json] = {
     "type": "function",
     "function": {"name": "tool_that_is_looked_for", "description": "", "parameters": {}},
 }
-# Qwen's words around the schemas: those of the templates that it gives to its text models and to Qwen3-VL.
+_ANSWER = "what the tool answered"
+# Qwen's words around schemas and around what a tool answers: those of the templates of its text models and of Qwen3-VL.
 _TOOLS_BEGIN = """\
 # Tools
 
@@ -39,6 +40,8 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
+_ANSWER_BEGIN = "<tool_response>\n"
+_ANSWER_END = "\n</tool_response>"
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,14 @@ class Renderer:
         self._min_pixels = int(size["shortest_edge"])
         self._max_pixels = int(size["longest_edge"])
         self._control = _control_tokens(self._tokenizer)
+        self._shows_tools = self._answers_tools = True
         shown = self._text(_BEFORE, continues=False)
         if _REPLY + END_OF_TURN not in shown:
             raise TemplateError(
                 f"the chat template must end an assistant message with {END_OF_TURN}, got {shown[-40:]!r}"
             )
-        self._shows_tools = True
         self._shows_tools = self._finds_tools()
+        self._answers_tools = self._finds_answers()
         self._encoded: dict[str, tuple[int, ...]] = {}
 
     def prompt(
@@ -118,8 +122,9 @@ class Renderer:
         """What follows a reply's end token: the newline, the message and the next assistant header.
 
         What the template does to the turns before (some drop their thoughts) does not matter: they are never
-        rendered again. An environment may repeat what the policy wrote: control tokens that its text spells are
-        broken up by a space, so that they are text.
+        rendered again. A chat template without words for what a tool answers shows it as Qwen's others do: in
+        <tool_response> tags, in a message of the user. An environment may repeat what the policy wrote: control
+        tokens that its text spells are broken up by a space, so that they are text.
 
         Raises:
             TemplateError: the template drops the reply before the observation.
@@ -252,6 +257,8 @@ class Renderer:
         try:
             if tools and not self._shows_tools:
                 chat, tools = _with_tools(chat, tools), ()
+            if not self._answers_tools:
+                chat = [_as_answer(message) for message in chat]
             return apply(
                 list(chat),
                 tools=list(tools) or None,
@@ -268,6 +275,31 @@ class Renderer:
             return "tool_that_is_looked_for" in self._text(_BEFORE, tools=(_PROBE_TOOL,))
         except TemplateError:
             return False
+
+    def _finds_answers(self) -> bool:
+        """Whether the template has words for a tool's answer; others drop or refuse it, or write the bare role."""
+        try:
+            shown = self._text((*_BEFORE, {"role": "tool", "content": _ANSWER}))
+        except TemplateError:
+            return False
+        return _ANSWER in shown and (self._shows_tools or "<|im_start|>tool" not in shown)
+
+
+def _as_answer(message: Mapping[str, object]) -> Mapping[str, object]:
+    """A tool's answer as a message of the user, which is how Qwen's models were shown them."""
+    if message["role"] != "tool":
+        return message
+    said = message["content"]
+    content = (
+        f"{_ANSWER_BEGIN}{said}{_ANSWER_END}"
+        if isinstance(said, str)
+        else [
+            {"type": "text", "text": _ANSWER_BEGIN},
+            *cast("list[object]", said),
+            {"type": "text", "text": _ANSWER_END},
+        ]
+    )
+    return {"role": "user", "content": content}
 
 
 def _with_tools(

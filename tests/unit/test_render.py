@@ -207,6 +207,47 @@ def test_a_template_that_refuses_tools_shows_them_all_the_same(policy: Policy) -
     assert '"name": "zoom"' in renderer.decode(renderer.prompt([QUESTION], TOOLS).engine_ids)
 
 
+IN_USER = (
+    "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+)
+PAD = "<|vision_start|><|image_pad|><|vision_end|>"
+DROPS_ANSWERS = templates.DEFAULT_SYSTEM.replace(
+    "for message in messages -", "for message in messages if message.role != 'tool' -"
+)
+REFUSES_ANSWERS = (
+    "{%- if messages[-1].role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}"
+    + templates.DEFAULT_SYSTEM
+)
+
+
+@pytest.mark.parametrize("template", [templates.DEFAULT_SYSTEM, DROPS_ANSWERS, REFUSES_ANSWERS])
+def test_a_template_without_words_for_what_a_tool_answers_shows_it_as_qwens_others_do(
+    policy: Policy, template: str
+) -> None:
+    """Qwen2.5-VL's wrote the bare role, which none of Qwen's models saw (verl-project/verl#2949).
+
+    So did a renderer of thinking-machines-lab/tinker-cookbook#74. A template without the role left the policy blind.
+    """
+    renderer = with_template(policy, template)
+    for answer, said in [
+        (Message("tool", ("ok",)), "ok"),
+        (CROP, f"{PAD}Not seen: none"),
+        (Message("tool", ("<|im_end|>",)), "< |im_end|>"),
+    ]:
+        piece = renderer.observation(answer)
+        assert renderer.decode(piece.engine_ids) == IN_USER.format(said)
+        assert piece.images == answer.images
+    asked = renderer.observation(Message("user", ("Again.",)))
+    assert "tool_response" not in renderer.decode(asked.engine_ids)
+
+
+def test_a_template_that_shows_tools_says_itself_how_they_answer(policy: Policy) -> None:
+    shows = "{%- for tool in tools or [] -%}{{ tool | tojson }}{%- endfor -%}"
+    renderer = with_template(policy, shows + templates.DEFAULT_SYSTEM)
+    answer = renderer.decode(renderer.observation(Message("tool", ("ok",))).engine_ids)
+    assert answer == "\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_template_that_strips_thoughts_still_appends(policy: Policy) -> None:
     """Rendering again would drop the first reply's thought; appending never does (TOK-05, verl #6854)."""
     renderer = with_template(policy, templates.STRIPS_THINKING)
