@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import jinja2
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from polyturn import tool_words
 from polyturn.policy.model import Policy
 from polyturn.policy.processor import END_OF_TURN
 from polyturn.types import ImageRecord, Json, Message
@@ -19,29 +19,6 @@ from polyturn.types import ImageRecord, Json, Message
 # A conversation after which an observation is rendered; it is cut off again after the reply's end token.
 _REPLY = "reply"
 _BEFORE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY})
-_PROBE_TOOL: Mapping[str, Json] = {
-    "type": "function",
-    "function": {"name": "tool_that_is_looked_for", "description": "", "parameters": {}},
-}
-_ANSWER = "what the tool answered"
-# Qwen's words around schemas and around what a tool answers: those of the templates of its text models and of Qwen3-VL.
-_TOOLS_BEGIN = """\
-# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-"""
-_TOOLS_END = """
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{"name": <function-name>, "arguments": <args-json-object>}
-</tool_call>"""
-_ANSWER_BEGIN = "<tool_response>\n"
-_ANSWER_END = "\n</tool_response>"
 
 
 @dataclass(frozen=True)
@@ -55,6 +32,10 @@ class Rendered:
     engine_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     images: tuple[ImageRecord, ...]
+
+
+# The system message that a template writes by itself, at the beginning of a conversation without one.
+_SYSTEM = re.compile(r"<\|im_start\|>system\n(.*?)\n*<\|im_end\|>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -91,12 +72,15 @@ class Renderer:
         self._max_pixels = int(size["longest_edge"])
         self._control = _control_tokens(self._tokenizer)
         self._shows_tools = self._answers_tools = True
+        self._system = ""
         shown = self._text(_BEFORE, continues=False)
         if _REPLY + END_OF_TURN not in shown:
             raise TemplateError(
                 f"the chat template must end an assistant message with {END_OF_TURN}, got {shown[-40:]!r}"
             )
         self._shows_tools = self._finds_tools()
+        if own := _SYSTEM.match(shown):
+            self._system = own[1]
         self._answers_tools = self._finds_answers()
         self._encoded: dict[str, tuple[int, ...]] = {}
 
@@ -105,8 +89,8 @@ class Renderer:
     ) -> Rendered:
         """The prompt of a problem up to and including the assistant header.
 
-        A chat template that has no place for `tools` (Qwen2.5-VL's) shows them at the end of the system message, in
-        Qwen's words.
+        A chat template that has no place for `tools` (Qwen2.5-VL's) shows them at the end of the system message, its own
+        where `messages` have none, in Qwen's words.
 
         Raises:
             TemplateError: the template refuses it, or a text spells a control token, which would end or begin a message.
@@ -256,9 +240,9 @@ class Renderer:
         apply = cast("Callable[..., str]", self._tokenizer.apply_chat_template)
         try:
             if tools and not self._shows_tools:
-                chat, tools = _with_tools(chat, tools), ()
+                chat, tools = tool_words.with_tools(chat, tools, self._system), ()
             if not self._answers_tools:
-                chat = [_as_answer(message) for message in chat]
+                chat = [tool_words.as_answer(message) for message in chat]
             return apply(
                 list(chat),
                 tools=list(tools) or None,
@@ -272,51 +256,17 @@ class Renderer:
     def _finds_tools(self) -> bool:
         """Whether the template writes the tools that it is given; most of those that do not pass over them silently."""
         try:
-            return "tool_that_is_looked_for" in self._text(_BEFORE, tools=(_PROBE_TOOL,))
+            return "tool_that_is_looked_for" in self._text(_BEFORE, tools=(tool_words.PROBE_TOOL,))
         except TemplateError:
             return False
 
     def _finds_answers(self) -> bool:
         """Whether the template has words for a tool's answer; others drop or refuse it, or write the bare role."""
         try:
-            shown = self._text((*_BEFORE, {"role": "tool", "content": _ANSWER}))
+            shown = self._text((*_BEFORE, {"role": "tool", "content": tool_words.ANSWER}))
         except TemplateError:
             return False
-        return _ANSWER in shown and (self._shows_tools or "<|im_start|>tool" not in shown)
-
-
-def _as_answer(message: Mapping[str, object]) -> Mapping[str, object]:
-    """A tool's answer as a message of the user, which is how Qwen's models were shown them."""
-    if message["role"] != "tool":
-        return message
-    said = message["content"]
-    content = (
-        f"{_ANSWER_BEGIN}{said}{_ANSWER_END}"
-        if isinstance(said, str)
-        else [
-            {"type": "text", "text": _ANSWER_BEGIN},
-            *cast("list[object]", said),
-            {"type": "text", "text": _ANSWER_END},
-        ]
-    )
-    return {"role": "user", "content": content}
-
-
-def _with_tools(
-    chat: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, Json]]
-) -> Sequence[Mapping[str, object]]:
-    """The conversation with the tools at the end of its system message, which it may not have yet."""
-    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    told = f"{_TOOLS_BEGIN}{schemas}{_TOOLS_END}"
-    if not chat or chat[0]["role"] != "system":
-        return [{"role": "system", "content": told}, *chat]
-    said = chat[0]["content"]
-    content = (
-        f"{said}\n\n{told}"
-        if isinstance(said, str)
-        else [*cast("list[object]", said), {"type": "text", "text": f"\n\n{told}"}]
-    )
-    return [{"role": "system", "content": content}, *chat[1:]]
+        return tool_words.ANSWER in shown and (self._shows_tools or "<|im_start|>tool" not in shown)
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
