@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -241,7 +242,7 @@ def test_iterm_gets_the_picture_in_one_piece() -> None:
 
 
 def test_a_plugin_of_the_current_directory_is_found_by_the_installed_command(
-    checkout: Path,
+    checkout: Path, root: Path
 ) -> None:
     """-P starts Python as a console script does: without the current directory on its path."""
     (checkout / "plugins").mkdir()
@@ -255,7 +256,13 @@ def test_a_plugin_of_the_current_directory_is_found_by_the_installed_command(
     )
     command = [sys.executable, "-P", "-m", "polyturn.cli", "play", "--env", "plugins.own:build_env"]
     done = subprocess.run(
-        command, input="five\n", cwd=checkout, capture_output=True, text=True, check=False
+        command,
+        input="five\n",
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(root)},  # this code, wherever it is installed
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "completed (env_done) after 1 turns" in done.stdout
