@@ -130,9 +130,8 @@ def _run_stages(place: Place, chosen: Mapping[str, StageOptions]) -> list[StageR
             _tell(place, report)
         if run is not None:
             run.log_artifact(place.root / layout.DVC_LOCK)
-            run.log_metrics(
-                summary.scores(place.root)
-            )  # pipelines compare without their stages' runs
+            # Pipelines compare without their stages' runs.
+            run.log_metrics(summary.scores(place.root))
         _finish(place, reports, run)
     return reports
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from polyturn import layout
+from polyturn.evaluation import results
 from polyturn.pipeline.plan import Plan, duration
 from polyturn.pipeline.plan_reasons import Reason
 from tasks.stage import StageReport
@@ -42,21 +43,13 @@ def read(root: Path) -> list[Row]:
 
 
 def scores(root: Path) -> dict[str, float]:
-    """What the evaluation in `root` measured, under the names that its own MLflow run has for it; without one nothing.
-
-    {"test": {"policy": {"greedy": {"accuracy": 0.9}}}} becomes {"test/policy/greedy/accuracy": 0.9}.
-    """
+    """What the evaluation in `root` measured, under the names that its own MLflow run has for it; without one nothing."""
     path = root / layout.METRICS
     if not path.is_file():
         return {}
-    blocks = cast("Mapping[str, object]", json.loads(path.read_text())["test"])
-    return {
-        f"test/{policy}/{decoding}/{name}": value
-        for policy, block in blocks.items()
-        if isinstance(block, Mapping)
-        for decoding, measured in cast("Mapping[str, Mapping[str, float]]", block).items()
-        for name, value in measured.items()
-    }
+    test = cast("Mapping[str, object]", json.loads(path.read_text())["test"])
+    blocks = {policy: block for policy, block in test.items() if isinstance(block, Mapping)}
+    return results.scores(blocks)
 
 
 def _reward(path: Path) -> list[Row]:

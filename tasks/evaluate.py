@@ -137,12 +137,10 @@ def _scores(name: str, policy: model.Policy, sampler: Sampler, exam: _Exam) -> l
 
 
 def _write(ctx: StageContext, test: Sequence[Problem], scored: Sequence[Scored]) -> None:
-    blocks: dict[str, dict[str, object]] = {}
+    blocks: dict[str, dict[str, Mapping[str, float]]] = {}
     for item in scored:
         blocks.setdefault(item.policy, {})[item.decoding] = dict(item.summary)
-        ctx.run.log_metrics(
-            {f"test/{item.policy}/{item.decoding}/{k}": v for k, v in item.summary.items()}
-        )
+    ctx.run.log_metrics(results.scores(blocks))
     shutil.rmtree(layout.EVALUATION, ignore_errors=True)
     by_problem = problem_results(
         test,

@@ -95,3 +95,17 @@ def _result(row: Mapping[str, object]) -> ProblemResult:
         pictures=tuple(cast("Sequence[str]", row.get("pictures", ()))),
         replies=dict(cast("Mapping[str, str]", row.get("replies", {}))),
     )
+
+
+def scores(blocks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """The summaries of a test set by policy and decoding, under the names that MLflow has for them.
+
+    >>> scores({"policy": {"greedy": {"accuracy": 0.9}}})
+    {'test/policy/greedy/accuracy': 0.9}
+    """
+    return {
+        f"test/{policy}/{decoding}/{name}": value
+        for policy, by_decoding in blocks.items()
+        for decoding, summary in by_decoding.items()
+        for name, value in summary.items()
+    }
