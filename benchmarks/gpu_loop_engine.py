@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Literal
 
 import aiohttp
@@ -106,6 +107,16 @@ class EngineRun:
     def rate(self) -> float:
         """Sampled tokens per second."""
         return self.tokens / self.seconds
+
+
+def summed_up(runs: Sequence[EngineRun]) -> dict[str, object]:
+    """Of runs with the same requests."""
+    return {
+        "tokens_per_s": median([run.rate for run in runs]),
+        "seconds": [round(run.seconds, 3) for run in runs],
+        "tokens": runs[-1].tokens,
+        "cache_hit": runs[-1].cached / max(1, runs[-1].prompt_tokens),
+    }
 
 
 def ordered(all_of_step: Sequence[Conversation], group: int, order: Order) -> list[Conversation]:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
-from gpu_loop_engine import Conversation, EngineRun, Order, ordered, run_engine
+from gpu_loop_engine import Conversation, EngineRun, Order, ordered, run_engine, summed_up
 
 from polyturn.params import Params
 from polyturn.render import Renderer
@@ -68,14 +67,7 @@ def compare(contest: Contest, repeats: int) -> dict[str, object]:
                     found.setdefault(f"{transport} {kind}", []).append(run)
                 told = f"{transport} {kind}: {run.seconds:.3f} s {run.rate:.0f} tokens/s"
                 print(f"  engine {told}", flush=True)
-    return {
-        name: {
-            "tokens_per_s": median([run.rate for run in runs]),
-            "seconds": [round(run.seconds, 3) for run in runs],
-            "cache_hit": runs[-1].cached / max(1, runs[-1].prompt_tokens),
-        }
-        for name, runs in found.items()
-    }
+    return {name: summed_up(runs) for name, runs in found.items()}
 
 
 def keyed(one: Conversation, key: str) -> Conversation:

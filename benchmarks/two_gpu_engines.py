@@ -40,7 +40,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
 import gpu_loop_work as work  # noqa: E402
 from gpu_loop import SERVER_FLAGS, tests_server  # noqa: E402
-from gpu_loop_engine import Conversation, EngineRun, run_engines  # noqa: E402
+from gpu_loop_engine import Conversation, EngineRun, run_engines, summed_up  # noqa: E402
 from gpu_loop_orders import first_requests, keyed  # noqa: E402
 
 from benchmarks import shapes  # noqa: E402
@@ -223,16 +223,7 @@ def throughput(bench: Bench) -> dict[str, object]:
                 counts = "+".join(str(len(each)) for each in shared.values())
                 told = f"{kind} ({counts} requests): {run.seconds:.3f} s {run.rate:.0f} tokens/s"
                 print(f"  {told}", flush=True)
-    return {
-        kind: {
-            "tokens_per_s": median([run.rate for run in done]),
-            "seconds": [round(run.seconds, 3) for run in done],
-            "tokens": done[-1].tokens,
-            "cache_hit": done[-1].cached / max(1, done[-1].prompt_tokens),
-        }
-        for kind, done in runs.items()
-        if done
-    }
+    return {kind: summed_up(done) for kind, done in runs.items() if done}
 
 
 def spread(urls: Sequence[str], asked: Mapping[str, Conversation]) -> dict[str, list[Conversation]]:
