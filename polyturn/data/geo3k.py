@@ -102,9 +102,7 @@ def hub_commit(name: str, revision: str | None) -> str:
     """
     try:
         sha = HfApi().dataset_info(name, revision=revision, timeout=_HUB_TIMEOUT_S).sha
-    except (
-        Exception
-    ) as error:  # of whichever HTTP client the hub's library has: requests, httpx, httpx2
+    except Exception as error:  # of requests, httpx or httpx2, whichever the hub's library has
         raise _hub_error(name, revision, error) from None
     return sha or revision or "main"
 

@@ -124,8 +124,7 @@ def _then(answer: object, finish: Callable[[object], object]) -> object:
 
     async def later() -> object:
         came = await cast("Awaitable[object]", answer)
-        return await asyncio.to_thread(
-            finish, came
-        )  # which may wait for a coroutine of the same loop
+        # Aside, as it may wait for a coroutine of this loop.
+        return await asyncio.to_thread(finish, came)
 
     return later()
